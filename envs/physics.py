@@ -1,0 +1,453 @@
+"""Three physics engines behind one interface: MuJoCo's C engine, MJX and MJX-Warp.
+
+``make_physics(mj_model, impl, fields)`` returns a ``Physics`` with two functions, both pure and
+both usable under ``jit``, ``vmap`` and ``scan``:
+
+    data = physics.init(qpos=qpos, qvel=qvel)          # state given, derived fields computed
+    data = physics.step(data, ctrl, n_substeps)        # n_substeps calls of mj_step
+
+``data`` is the same small pytree for every engine, so an environment is written once. It holds
+the integration state (``qpos, qvel, act, ctrl, time, ...``) and, of the many quantities that
+MuJoCo derives from it (``xpos, cvel, sensordata, ...``), those named in ``fields``. As with
+``mj_step``, derived fields lag: after ``step`` they describe the state before the last substep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import mujoco
+import numpy as np
+from mujoco.batch import DATA_FIELDS, Batch, SimulationError
+
+Impl = Literal["jax", "warp", "native"]
+IMPLS: tuple[Impl, ...] = ("jax", "warp", "native")
+
+# The integration state in the order of MuJoCo's state vector (mjSTATE_INTEGRATION).
+_STATE_COMPONENTS: dict[str, mujoco.mjtState] = {
+    "time": mujoco.mjtState.mjSTATE_TIME,
+    "qpos": mujoco.mjtState.mjSTATE_QPOS,
+    "qvel": mujoco.mjtState.mjSTATE_QVEL,
+    "act": mujoco.mjtState.mjSTATE_ACT,
+    "history": mujoco.mjtState.mjSTATE_HISTORY,
+    "qacc_warmstart": mujoco.mjtState.mjSTATE_WARMSTART,
+    "ctrl": mujoco.mjtState.mjSTATE_CTRL,
+    "qfrc_applied": mujoco.mjtState.mjSTATE_QFRC_APPLIED,
+    "xfrc_applied": mujoco.mjtState.mjSTATE_XFRC_APPLIED,
+    "eq_active": mujoco.mjtState.mjSTATE_EQ_ACTIVE,
+    "mocap_pos": mujoco.mjtState.mjSTATE_MOCAP_POS,
+    "mocap_quat": mujoco.mjtState.mjSTATE_MOCAP_QUAT,
+    "userdata": mujoco.mjtState.mjSTATE_USERDATA,
+    "plugin_state": mujoco.mjtState.mjSTATE_PLUGIN,
+    "plastic": mujoco.mjtState.mjSTATE_PLASTIC,
+}
+# Zero in most tasks and as large as the rest together, so carried only by those who ask.
+_OPTIONAL_STATE = frozenset({"qfrc_applied", "xfrc_applied", "userdata"})
+# Warnings after which a simulation's numbers mean nothing. MuJoCo's others (a full contact
+# buffer, say) leave a valid state.
+_FATAL_WARNINGS = [
+    int(mujoco.mjtWarning.mjWARN_BADQPOS),
+    int(mujoco.mjtWarning.mjWARN_BADQVEL),
+    int(mujoco.mjtWarning.mjWARN_BADQACC),
+    int(mujoco.mjtWarning.mjWARN_BADCTRL),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a field lies in a packed vector: ``vector[start:start + size]``, then its shape and type."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names, places and shapes of the fields in the two vectors of ``Data``."""
+
+    state: tuple[tuple[str, Slot], ...]
+    derived: tuple[tuple[str, Slot], ...]
+
+    # jit hashes the layout at every call of a compiled function, so both are worked out once.
+    @functools.cached_property
+    def state_slots(self) -> dict[str, Slot]:
+        return dict(self.state)
+
+    @functools.cached_property
+    def derived_slots(self) -> dict[str, Slot]:
+        return dict(self.derived)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.state, self.derived))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def n_state(self) -> int:
+        return sum(slot.size for _, slot in self.state)
+
+    @property
+    def n_derived(self) -> int:
+        return sum(slot.size for _, slot in self.derived)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """State of one simulation, or with leading axes of many: MuJoCo's field names, float32.
+
+    Read fields as attributes (``data.qpos``, ``data.xpos``); ``replace(qpos=...)`` returns a copy
+    with state fields changed. Shapes are those of ``mjx.Data``: rotation matrices are ``(n, 3, 3)``.
+
+    The fields are slices of two vectors. A training step carries, selects and donates whole
+    states many times for each time it looks inside one, and two leaves are cheaper than twenty.
+    """
+
+    state: jax.Array
+    derived: jax.Array
+    layout: Layout = dataclasses.field(metadata={"static": True})
+
+    def __getattr__(self, name: str) -> jax.Array:
+        if name.startswith("__") or name in ("state", "derived", "layout"):
+            raise AttributeError(name)
+        layout = self.layout
+        if name in layout.state_slots:
+            vector, slot = self.state, layout.state_slots[name]
+        elif name in layout.derived_slots:
+            vector, slot = self.derived, layout.derived_slots[name]
+        else:
+            raise AttributeError(_missing_field_message(name, layout))
+        values = vector[..., slot.start : slot.start + slot.size]
+        return values.reshape(vector.shape[:-1] + slot.shape).astype(slot.dtype)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.layout.state_slots, *self.layout.derived_slots]
+
+    def replace(self, **fields: Any) -> Data:
+        """A copy with the given state fields changed; derived fields stay (see ``Physics.forward``)."""
+        state = self.state
+        for name, value in fields.items():
+            slot = self.layout.state_slots.get(name)
+            if slot is None:
+                raise ValueError(_not_state_message(name, self.layout))
+            flat = jnp.asarray(value, jnp.float32).reshape(self.state.shape[:-1] + (slot.size,))
+            state = jnp.asarray(state).at[..., slot.start : slot.start + slot.size].set(flat)
+        return dataclasses.replace(self, state=state)
+
+
+class Physics(Protocol):
+    """What an environment needs of a physics engine."""
+
+    impl: Impl
+    mj_model: mujoco.MjModel
+    layout: Layout
+
+    def init(self, **state: Any) -> Data:
+        """Data of the model's default state with the given state fields, derived fields computed.
+
+        Args:
+          **state: state fields by MuJoCo's name, e.g. ``qpos`` (nq,), ``qvel`` (nv,), ``ctrl`` (nu,),
+            ``mocap_pos`` (nmocap, 3).
+        """
+        ...
+
+    def forward(self, data: Data) -> Data:
+        """``data`` with derived fields computed at its state (``mj_forward``)."""
+        ...
+
+    def step(self, data: Data, ctrl: jax.Array, n_substeps: int = 1) -> Data:
+        """Advance by ``n_substeps`` calls of ``mj_step`` with ``ctrl`` (nu,) held."""
+        ...
+
+
+def default_impl() -> Impl:
+    """The fastest engine for JAX's default device: ``native`` on a CPU, ``warp`` on an NVIDIA GPU if
+    it is installed, ``jax`` otherwise."""
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return "native"
+    if platform in ("gpu", "cuda") and importlib.util.find_spec("warp") is not None:
+        return "warp"
+    return "jax"
+
+
+def make_physics(
+    mj_model: mujoco.MjModel,
+    impl: str | None = None,
+    fields: Sequence[str] = (),
+    n_threads: int | None = None,
+) -> Physics:
+    """The physics of ``mj_model`` on the engine ``impl``.
+
+    Args:
+      mj_model: the compiled model. It is copied where an option has to change.
+      impl: ``"jax"``, ``"warp"`` or ``"native"``; None chooses by device (``default_impl``).
+      fields: derived fields to keep in ``Data``, and of ``qfrc_applied``, ``xfrc_applied`` and
+        ``userdata`` those that are to be part of the state.
+      n_threads: threads of the native engine; None means every CPU this process may use. The other
+        engines ignore it. Results do not depend on it.
+
+    Raises:
+      ValueError: ``impl`` or a field is unknown, or the engine cannot simulate the model.
+    """
+    impl = default_impl() if impl is None else impl
+    if impl == "native":
+        return NativePhysics(mj_model, fields, n_threads)
+    if impl in ("jax", "warp"):
+        from envs.mjx_physics import MjxPhysics
+
+        return MjxPhysics(mj_model, fields, impl)
+    raise ValueError(
+        f"unknown physics {impl!r}{_did_you_mean(impl, IMPLS)}: accepted are {', '.join(map(repr, IMPLS))}, "
+        "or None to choose by device"
+    )
+
+
+def make_layout(mj_model: mujoco.MjModel, fields: Sequence[str]) -> Layout:
+    """The layout of ``Data`` for a model and the fields that an environment named.
+
+    Raises:
+      ValueError: a field is not one that every simulation has at a fixed size.
+    """
+    template = mujoco.MjData(mj_model)
+    for name in fields:
+        if name not in DATA_FIELDS:
+            raise ValueError(
+                f"unknown data field {name!r}{_did_you_mean(name, DATA_FIELDS)}: `fields` takes names of MjData "
+                "arrays of fixed size, such as 'xpos', 'cvel' or 'sensordata' (contacts and efc_* change size from "
+                "step to step; use a sensor instead)"
+            )
+
+    def slots(named: list[tuple[str, tuple[int, ...], str]]) -> tuple[tuple[str, Slot], ...]:
+        placed, start = [], 0
+        for name, shape, dtype in named:
+            placed.append((name, Slot(start, shape, dtype)))
+            start += placed[-1][1].size
+        return tuple(placed)
+
+    state = [
+        (name, np.shape(getattr(template, name)), "bool" if name == "eq_active" else "float32")
+        for name in _STATE_COMPONENTS
+        if name not in _OPTIONAL_STATE or name in fields
+    ]
+    derived = []
+    for name in dict.fromkeys(fields):
+        if name not in _STATE_COMPONENTS:
+            value = np.asarray(getattr(template, name))
+            shape = value.shape
+            if name.endswith(("xmat", "ximat")):
+                shape = (*shape[:-1], 3, 3)
+            derived.append((name, shape, "float32" if value.dtype.kind == "f" else "int32"))
+    return Layout(slots(state), slots(derived))
+
+
+def initial_vector(mj_model: mujoco.MjModel, layout: Layout) -> np.ndarray:
+    """The model's default state as a packed float32 vector of ``layout``."""
+    data = mujoco.MjData(mj_model)
+    parts = [np.asarray(getattr(data, name), np.float32).ravel() for name in layout.state_slots]
+    return np.concatenate(parts)
+
+
+class NativePhysics:
+    """MuJoCo's C engine on a pool of threads, called from compiled code.
+
+    The call is a pure function of the state that it is given. Nothing is remembered between
+    calls, so resets, ``vmap``, replays and checkpoints are exact, and results are bit-identical
+    for any number of threads and any composition of the batch. It works in double precision
+    inside and is not differentiable.
+
+    A simulation that MuJoCo cannot advance (an error, or a state, control or acceleration that is
+    not finite or beyond 1e10) comes back as NaN in every field, and only that one.
+    """
+
+    impl: Impl = "native"
+
+    def __init__(self, mj_model: mujoco.MjModel, fields: Sequence[str] = (), n_threads: int | None = None):
+        if n_threads is not None and n_threads < 1:
+            raise ValueError(f"n_threads is {n_threads}: give at least 1, or None for every available CPU")
+        self.mj_model = mj_model
+        self.n_threads = n_threads or available_cpus()
+        self.layout = make_layout(mj_model, fields)
+        self._initial = initial_vector(mj_model, self.layout)
+        self._model = copy.copy(mj_model)
+        # Auto-reset would silently move an unstable simulation to its default state.
+        self._model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_AUTORESET)
+        self._pool = _BatchPool(self._model, self.n_threads, tuple(self.layout.derived_slots))
+        self._runs = _copy_plan(self._pool, self.layout)
+        ctrl = self.layout.state_slots["ctrl"]
+        self._ctrl = slice(ctrl.start, ctrl.start + ctrl.size)
+
+    def init(self, **state: Any) -> Data:
+        empty = jnp.zeros(self.layout.n_derived, jnp.float32)
+        return self.forward(Data(jnp.asarray(self._initial), empty, self.layout).replace(**state))
+
+    def forward(self, data: Data) -> Data:
+        return self._call(data.state, data.state[..., self._ctrl], 0)
+
+    def step(self, data: Data, ctrl: jax.Array, n_substeps: int = 1) -> Data:
+        return self._call(data.state, jnp.asarray(ctrl, jnp.float32), n_substeps)
+
+    def _call(self, state: jax.Array, ctrl: jax.Array, n_substeps: int) -> Data:
+        lead = jnp.broadcast_shapes(state.shape[:-1], ctrl.shape[:-1])
+        results = (
+            jax.ShapeDtypeStruct((*lead, self.layout.n_state), jnp.float32),
+            jax.ShapeDtypeStruct((*lead, self.layout.n_derived), jnp.float32),
+        )
+        callback = functools.partial(self._run, n_substeps)
+        new_state, derived = jax.pure_callback(callback, results, state, ctrl, vmap_method="expand_dims")
+        return Data(new_state, derived, self.layout)
+
+    def _run(self, n_substeps: int, state: Any, ctrl: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The host side: ``n_substeps`` of mj_step, or mj_forward if that is 0. NumPy only.
+
+        Args:
+          n_substeps: physics steps.
+          state: (..., n_state) packed states.
+          ctrl: (..., nu) controls, leading axes broadcast against those of ``state``.
+
+        Returns:
+          (..., n_state) and (..., n_derived) float32.
+        """
+        # Calling into JAX from here can deadlock; asarray of what JAX handed over only unwraps it.
+        state, ctrl = np.asarray(state), np.asarray(ctrl)
+        lead = np.broadcast_shapes(state.shape[:-1], ctrl.shape[:-1])
+        count = int(np.prod(lead))
+        layout = self.layout
+        new_state = np.empty((count, layout.n_state), np.float32)
+        derived = np.empty((count, layout.n_derived), np.float32)
+        if count == 0:
+            return new_state.reshape(*lead, -1), derived.reshape(*lead, -1)
+
+        with self._pool.batch(count) as batch, np.errstate(all="ignore"):
+            rows = batch.state.reshape(*lead, batch.nstate)
+            for ours, theirs in self._runs:
+                rows[..., theirs] = state[..., ours]
+            rows[..., self._pool.ctrl] = ctrl
+            finite = np.isfinite(batch.state.sum(axis=1))
+            # MuJoCo prints and logs a warning when its counter leaves zero. Starting at one keeps
+            # standard error and the user's folder clean, and the counter still tells.
+            batch.warning[:] = 1
+            failed: np.ndarray | None = None
+            try:
+                ids = None if finite.all() else np.flatnonzero(finite)
+                if n_substeps:
+                    batch.step(ids, n_substeps)
+                else:
+                    batch.forward(ids)
+            except SimulationError as error:
+                failed = error.ids
+            for ours, theirs in self._runs:
+                new_state[:, ours] = batch.state[:, theirs]
+            for name, slot in layout.derived:
+                derived[:, slot.start : slot.start + slot.size] = batch.bind(name).reshape(count, slot.size)
+            bad = ~finite
+            bad |= (batch.warning[:, _FATAL_WARNINGS, 1] > 1).any(axis=1)
+            if failed is not None:
+                bad[failed] = True
+
+        if bad.any():
+            new_state[bad] = np.nan
+            derived[bad] = np.nan
+        return new_state.reshape(*lead, -1), derived.reshape(*lead, -1)
+
+
+class _BatchPool:
+    """Batches ready for use, by number of simulations.
+
+    With several host devices callbacks run concurrently, and a ``Batch`` serves one caller at a
+    time, so each call takes one out of the pool and puts it back.
+    """
+
+    def __init__(self, model: mujoco.MjModel, n_threads: int, derived: tuple[str, ...]):
+        self._model = model
+        self._n_threads = n_threads
+        self._derived = derived
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Batch]] = defaultdict(list)
+        self.ctrl = self.component("ctrl")
+
+    def component(self, name: str) -> slice:
+        """Columns of a state field in a batch's rows."""
+        before, bit = 0, int(_STATE_COMPONENTS[name])
+        for other in _STATE_COMPONENTS.values():
+            if int(other) < bit:
+                before += mujoco.mj_stateSize(self._model, int(other))
+        return slice(before, before + mujoco.mj_stateSize(self._model, bit))
+
+    @contextlib.contextmanager
+    def batch(self, count: int) -> Iterator[Batch]:
+        with self._lock:
+            free = self._free[count]
+            batch = free.pop() if free else None
+        if batch is None:
+            batch = Batch(self._model, count, min(self._n_threads, count))
+            for name in self._derived:
+                batch.bind(name)
+        yield batch
+        # Not after an exception: what state the batch is in is then unknown.
+        with self._lock:
+            free.append(batch)
+
+
+def _copy_plan(pool: _BatchPool, layout: Layout) -> list[tuple[slice, slice]]:
+    """Pairs of (columns of our vector, columns of a batch row), neighbours joined."""
+    plan: list[tuple[slice, slice]] = []
+    for name, slot in layout.state:
+        if slot.size == 0:
+            continue
+        ours, theirs = slice(slot.start, slot.start + slot.size), pool.component(name)
+        if plan and plan[-1][0].stop == ours.start and plan[-1][1].stop == theirs.start:
+            plan[-1] = (slice(plan[-1][0].start, ours.stop), slice(plan[-1][1].start, theirs.stop))
+        else:
+            plan.append((ours, theirs))
+    return plan
+
+
+def available_cpus() -> int:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _missing_field_message(name: str, layout: Layout) -> str:
+    kept = ", ".join([*layout.state_slots, *layout.derived_slots])
+    if name in DATA_FIELDS:
+        return (
+            f"this environment's data does not hold {name!r}: add it to the `fields` that the environment passes to "
+            f"MjxEnv.__init__, e.g. fields=(..., {name!r}). It holds: {kept}"
+        )
+    return f"data has no field {name!r}{_did_you_mean(name, DATA_FIELDS)}. It holds: {kept}"
+
+
+def _not_state_message(name: str, layout: Layout) -> str:
+    settable = ", ".join(layout.state_slots)
+    if name in _OPTIONAL_STATE:
+        return f"{name!r} is not part of this data's state: add it to the environment's `fields`. Settable: {settable}"
+    if name in layout.derived_slots or name in DATA_FIELDS:
+        return f"{name!r} is computed by the physics: set state fields and call physics.forward. Settable: {settable}"
+    return f"data has no field {name!r}{_did_you_mean(name, layout.state_slots)}. Settable: {settable}"
+
+
+def _did_you_mean(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(str(name), list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
