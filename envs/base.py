@@ -20,6 +20,7 @@ A new environment names its model and its time steps in ``__init__`` and writes 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import os
@@ -277,22 +278,29 @@ def load_model(model: Model) -> mujoco.MjModel:
       ValueError: no such file or package, or MuJoCo refuses the MJCF (its message is passed on).
     """
     if isinstance(model, mujoco.MjModel):
-        import copy
-
         return copy.copy(model)
+    return load_spec(model).compile()
+
+
+def load_spec(model: str | os.PathLike[str] | tuple[str, str] | mujoco.MjSpec) -> mujoco.MjSpec:
+    """The editable form of a model, for an environment that adapts one before compiling it.
+
+    Raises:
+      ValueError: no such file or package, or MuJoCo refuses the MJCF (its message is passed on).
+    """
     if isinstance(model, mujoco.MjSpec):
-        return model.compile()
+        return model.copy()
     if isinstance(model, tuple):
         model = package_file(*model)
     elif isinstance(model, str) and model.lstrip().startswith("<"):
-        return mujoco.MjModel.from_xml_string(model)
+        return mujoco.MjSpec.from_string(model)
     path = Path(os.fspath(model))
     if not path.is_file():
         raise ValueError(
             f"no model file {str(path)!r} (looked in {str(Path.cwd())!r}): give the path of an MJCF file, an MJCF "
             "string, (package, file), a mujoco.MjSpec or a mujoco.MjModel"
         )
-    return mujoco.MjModel.from_xml_path(str(path))
+    return mujoco.MjSpec.from_file(str(path))
 
 
 def package_file(package: str, file: str) -> Path:

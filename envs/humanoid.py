@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import mujoco
 
-from envs.base import Model, MjxEnv, load_model
+from envs.base import MjxEnv, load_spec
 from envs.physics import Data
 
 TORSO = 1  # body 0 is the world
@@ -23,14 +23,14 @@ class Humanoid(MjxEnv):
 
     Action (17): motor torques, -1 to 1 for the ends of each motor's range.
 
-    Observation (276), c the centre of mass of the whole body, m_i and M masses of one body and all:
+    Observation (244), c the centre of mass of the whole body, m_i and M masses of one body and all:
 
     ====== ==========================================================================================
     0-21   joint positions without the torso's x and y
     22-44  joint velocities
-    45-174 per body (13): inertia tensor about c in the world's axes, row by row (9), and m_i
-    175-252 per body (13): m_i / M times the velocity of its centre of mass (3), angular velocity (3)
-    253-275 generalised actuator forces
+    45-154 per body (11): inertia tensor about c in the world's axes, row by row (9), and m_i
+    155-220 per body (11): m_i / M times the velocity of its centre of mass (3), angular velocity (3)
+    221-243 generalised actuator forces
     ====== ==========================================================================================
 
     Reward terms: ``forward`` 1.25 times the velocity of c along x in m/s, ``alive`` 5, and ``control``
@@ -46,7 +46,6 @@ class Humanoid(MjxEnv):
         healthy_reward: float = 5.0,
         healthy_z_range: tuple[float, float] = (1.0, 2.0),
         reset_noise_scale: float = 0.01,
-        model: Model = ("brax", "envs/assets/humanoid.xml"),
         control_timestep: float = 0.015,
         simulation_timestep: float = 0.003,
         physics: str | None = None,
@@ -60,13 +59,15 @@ class Humanoid(MjxEnv):
           healthy_reward: reward of each step.
           healthy_z_range: lowest and highest height of the torso, metres.
           reset_noise_scale: initial positions and velocities are uniform within this of the default.
-          model: an MJCF whose body 1 is the torso and floats freely.
           control_timestep: seconds between actions.
           simulation_timestep: seconds of a physics step.
           physics: see ``MjxEnv``.
           n_threads: see ``MjxEnv``.
         """
-        mj_model = load_model(model)
+        spec = load_spec(("brax", "envs/assets/humanoid.xml"))
+        # As Brax does: feet and hands, which no joint moves, become part of shins and forearms.
+        spec.compiler.fusestatic = True
+        mj_model = spec.compile()
         mj_model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON
         mj_model.opt.disableflags = int(mujoco.mjtDisableBit.mjDSBL_EULERDAMP)
         mj_model.opt.iterations = 1
