@@ -1,0 +1,251 @@
+"""The run folder, the source of truth about a run: what lies where, and `config.json`. Imports no JAX.
+
+runs/<task>/<time>-<seed>/
+  config.json      everything needed to build the environment, the network and the configuration again
+  git_diff.patch   uncommitted changes of the code, if there were any
+  task_file.py     a copy of the task, if it came from a file of yours
+  metrics.jsonl    one line per iteration
+  tensorboard/     the same for TensorBoard
+  videos/          step_0000000000.mp4, ...
+  checkpoints/     step_0000000000/, ...
+  plots/           learning_curve.png
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nnx_ppo.algorithms.config import TrainConfig, from_plain, to_plain
+
+FREE_BYTES_NEEDED = 200 * 2**20
+"""A run does not start with less free disk space; checkpoints and videos of a run take about this much."""
+_FORMAT = 1
+
+
+class RunFolderError(ValueError):
+    """A run folder cannot be used as asked; the message says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """The content of `config.json`."""
+
+    task: str
+    """Name of the task."""
+    task_file: Path | None
+    """The file it came from, unless it is one of the toolkit's."""
+    physics: str | None
+    """The physics engine that was used; None if the environment does not say."""
+    config: TrainConfig
+    command: tuple[str, ...]
+    versions: Mapping[str, str]
+    git_commit: str | None
+    device: str
+    started: str
+    """Local time, ISO 8601."""
+    format: int = _FORMAT
+    """Version of this file's layout."""
+
+
+class RunFolder:
+    """Paths in a run folder, its creation and its record. See the top of this file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def config_json(self) -> Path:
+        """The record."""
+        return self.path / "config.json"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        """One line per iteration."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def videos(self) -> Path:
+        """Folder of mp4 files."""
+        return self.path / "videos"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def learning_curve(self) -> Path:
+        """The plot made at the end."""
+        return self.path / "plots" / "learning_curve.png"
+
+    @property
+    def task_copy(self) -> Path:
+        """The copy of an outside task file."""
+        return self.path / "task_file.py"
+
+    @property
+    def git_diff(self) -> Path:
+        """Uncommitted changes of the code."""
+        return self.path / "git_diff.patch"
+
+    @classmethod
+    def plan(cls, out: Path | None, task: str, seed: int) -> "RunFolder":
+        """The folder of a new run, checked but not yet made.
+
+        Raises:
+          RunFolderError: it exists already, or the disk there is read-only or nearly full.
+        """
+        if out is None:
+            time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            out = Path("runs") / task / f"{time}-{seed}"
+            out = next(path for path in _numbered(out) if not path.exists())
+        out = out.expanduser()
+        if out.exists():
+            advice = (
+                f"To continue that run, use --resume {out}. For a new run" if _is_run(out) else "Nothing is overwritten"
+            )
+            raise RunFolderError(f"the run folder {str(out)!r} exists already. {advice}, give another --out, or none.")
+        check_disk(out)
+        return cls(out)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """The folder of an earlier run.
+
+        Raises:
+          RunFolderError: there is none, or the disk is read-only or nearly full.
+        """
+        path = path.expanduser()
+        if not _is_run(path):
+            what = "has no config.json" if path.is_dir() else "does not exist"
+            raise RunFolderError(f"{str(path)!r} {what}, so it is no run folder. {_runs_nearby(path)}")
+        check_disk(path)
+        return cls(path)
+
+    def create(self, record: RunRecord, git_diff: str = "") -> None:
+        """Make the folder with its record.
+
+        Raises:
+          RunFolderError: the folder has come to exist meanwhile, or cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True)
+            if git_diff:
+                self.git_diff.write_text(git_diff)
+            if record.task_file:
+                shutil.copyfile(record.task_file, self.task_copy)
+            self.write_record(record)
+        except FileExistsError:
+            raise RunFolderError(f"the run folder {str(self.path)!r} exists already; give another --out.") from None
+        except OSError as error:
+            raise RunFolderError(f"the run folder {str(self.path)!r} cannot be written: {error.strerror}.") from error
+
+    def write_record(self, record: RunRecord) -> None:
+        """Write `config.json`, whole or not at all."""
+        plain = {**dataclasses.asdict(record), "config": to_plain(record.config)}
+        plain["task_file"] = str(record.task_file) if record.task_file else None
+        unfinished = self.config_json.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(plain, indent=2) + "\n")
+        os.replace(unfinished, self.config_json)
+
+    def read_record(self) -> RunRecord:
+        """Read `config.json`.
+
+        Raises:
+          RunFolderError: it is damaged, or of a newer toolkit.
+        """
+        try:
+            plain = json.loads(self.config_json.read_text())
+            if plain["format"] > _FORMAT:
+                raise RunFolderError(f"{self.config_json} was written by a newer version of the toolkit; update.")
+            plain["task_file"] = Path(plain["task_file"]) if plain["task_file"] else None
+            plain["command"] = tuple(plain["command"])
+            plain["config"] = from_plain(TrainConfig, plain["config"])
+            return RunRecord(**plain)
+        except RunFolderError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{self.config_json} is damaged ({type(error).__name__}: {error}).") from error
+
+    def task_file(self, record: RunRecord) -> Path:
+        """The file of an outside task: where it was, or else the copy in the folder.
+
+        Raises:
+          RunFolderError: the file has changed since, so that the run would not continue as it was.
+        """
+        original = record.task_file
+        if original is None:
+            raise RunFolderError(f"{self.path} is a run of the toolkit's own task {record.task!r}.")
+        if not original.is_file():
+            return self.task_copy
+        if self.task_copy.is_file() and original.read_bytes() != self.task_copy.read_bytes():
+            raise RunFolderError(
+                f"{str(original)!r} has changed since the run started. Bring back the version in "
+                f"{str(self.task_copy)!r} to resume it, or start a new run."
+            )
+        return original
+
+    def videos_written(self) -> list[Path]:
+        """Videos, oldest first."""
+        return sorted(self.videos.glob("*.mp4"))
+
+
+def check_disk(path: Path) -> None:
+    """Check that files can be written at `path` (or in the nearest folder above it), and leave nothing there.
+
+    Raises:
+      RunFolderError: the disk is read-only or nearly full, or something on the way is not a folder.
+    """
+    advice = "Give another place with --out."
+    folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not folder.is_dir():
+        raise RunFolderError(f"{str(path)!r} cannot be made: {str(folder)!r} is a file. {advice}")
+    free = shutil.disk_usage(folder).free
+    if free < FREE_BYTES_NEEDED:
+        raise RunFolderError(
+            f"the disk of {str(folder)!r} has {free / 2**20:.0f} MB left, and a run needs "
+            f"{FREE_BYTES_NEEDED / 2**20:.0f} MB. Make room, or give another place with --out."
+        )
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".write_test_") as probe:
+            (Path(probe) / "file").write_bytes(bytes(2**20))
+    except OSError as error:
+        raise RunFolderError(
+            f"nothing can be written in {str(folder)!r}: {error.strerror or error}. {advice}"
+        ) from error
+
+
+def shell_command(words: Sequence[str]) -> str:
+    """A command to copy into a shell."""
+    import shlex
+
+    return shlex.join(words)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _numbered(path: Path) -> Any:
+    yield path
+    for i in range(2, 1_000_000):
+        yield path.with_name(f"{path.name}-{i}")
+
+
+def _runs_nearby(path: Path) -> str:
+    for folder in (path, path.parent, Path("runs")):
+        if runs := sorted(folder.glob("*/config.json")) + sorted(folder.glob("*/*/config.json")):
+            latest = max(runs, key=lambda run: run.stat().st_mtime)
+            return f"The latest run near it is {str(latest.parent)!r}."
+    return "A run folder is what scripts/train.py made, by default runs/<task>/<time>-<seed>."
