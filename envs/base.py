@@ -217,7 +217,7 @@ class MjxEnv:
     def mjx_model(self) -> Any:
         """The model as an ``mjx.Model``, for those who call MJX's functions; built on first use."""
         if not hasattr(self, "_mjx_model"):
-            from envs.mjx_physics import put_model
+            from envs.physics import put_model
 
             self._mjx_model = put_model(self._mj_model, "warp" if self.impl == "warp" else "jax")
         return self._mjx_model

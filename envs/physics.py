@@ -20,7 +20,9 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import io
 import os
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -213,8 +215,6 @@ def make_physics(
     if impl == "native":
         return NativePhysics(mj_model, fields, n_threads)
     if impl in ("jax", "warp"):
-        from envs.mjx_physics import MjxPhysics
-
         return MjxPhysics(mj_model, fields, impl)
     raise ValueError(
         f"unknown physics {impl!r}{_did_you_mean(impl, IMPLS)}: accepted are {', '.join(map(repr, IMPLS))}, "
@@ -422,11 +422,200 @@ def _copy_plan(pool: _BatchPool, layout: Layout) -> list[tuple[slice, slice]]:
     return plan
 
 
+class MjxPhysics:
+    """MJX (``impl="jax"``) or MJX-Warp (``impl="warp"``) behind the interface.
+
+    ``mjx.Data`` is built anew from the carried state in each call and reduced to the named fields
+    at its end. All else in it is worked out again by every physics step anyway. What is carried
+    has one row per environment throughout, so that choosing between two states by ``jnp.where``
+    is right for Warp too, whose own data shares buffers between environments.
+    """
+
+    mj_model: mujoco.MjModel
+
+    def __init__(self, mj_model: mujoco.MjModel, fields: Sequence[str] = (), impl: Impl = "jax"):
+        self.impl = impl
+        self.mj_model = mj_model
+        self.layout = make_layout(mj_model, fields)
+        self._initial = initial_vector(mj_model, self.layout)
+        self.mjx_model = put_model(mj_model, impl)
+        self._template = _make_mjx_data(mj_model, impl)
+        for name, slot in self.layout.state + self.layout.derived:
+            if slot.size and _mjx_field(self._template, name) is None:
+                raise ValueError(
+                    f"physics {impl!r} does not compute the data field {name!r}: leave it out of `fields`, or use "
+                    "physics='native'"
+                )
+        self._advance = self._advance_sharing_buffers() if impl == "warp" else self._advance_one
+
+    def init(self, **state: Any) -> Data:
+        empty = jnp.zeros(self.layout.n_derived, jnp.float32)
+        return self.forward(Data(jnp.asarray(self._initial), empty, self.layout).replace(**state))
+
+    def forward(self, data: Data) -> Data:
+        return self.step(data, data.ctrl, 0)
+
+    def step(self, data: Data, ctrl: jax.Array, n_substeps: int = 1) -> Data:
+        advance = functools.partial(self._advance, n_substeps)
+        # mjx.step is written for one simulation: leading axes become vmaps.
+        for _ in range(data.state.ndim - 1):
+            advance = jax.vmap(advance)
+        ctrl = jnp.broadcast_to(jnp.asarray(ctrl, jnp.float32), data.state.shape[:-1] + (self.mj_model.nu,))
+        state, derived = advance(data.state, ctrl)
+        return Data(state, derived, self.layout)
+
+    def _advance_one(
+        self, n_substeps: int, state: jax.Array, ctrl: jax.Array, template: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """``n_substeps`` of mj_step, or mj_forward if that is 0, on packed vectors of one simulation."""
+        mjx = import_mjx()
+        packed = Data(state, jnp.zeros(self.layout.n_derived), self.layout).replace(ctrl=ctrl)
+        data = self._template if template is None else template
+        present = {name: getattr(packed, name) for name, slot in self.layout.state if slot.size}
+        data = data.replace(**{name: value.astype(_mjx_field(data, name).dtype) for name, value in present.items()})
+        if n_substeps == 0:
+            data = mjx.forward(self.mjx_model, data)
+        else:
+            data = jax.lax.fori_loop(0, n_substeps, lambda _, d: mjx.step(self.mjx_model, d), data)
+        return self._pack(data, self.layout.state), self._pack(data, self.layout.derived)
+
+    def _pack(self, data: Any, slots: tuple[tuple[str, Slot], ...]) -> jax.Array:
+        parts = [jnp.ravel(_mjx_field(data, name)).astype(jnp.float32) for name, slot in slots if slot.size]
+        return jnp.concatenate(parts) if parts else jnp.zeros(0, jnp.float32)
+
+    def _advance_sharing_buffers(self) -> Any:
+        """``_advance_one`` for Warp, whose contact buffer is one for all environments of a batch.
+
+        Its size is fixed when the data are made, so it has to grow with the batch. The size of the
+        batch is known where ``vmap`` is applied, so that is where the data are made.
+        """
+        templates: dict[int, Any] = {}
+
+        def many(n_substeps: int, states: jax.Array, ctrls: jax.Array) -> tuple[jax.Array, jax.Array]:
+            n_envs = states.shape[0]
+            if n_envs not in templates:
+                with jax.ensure_compile_time_eval():
+                    templates[n_envs] = _make_mjx_data(self.mj_model, "warp", n_envs)
+            one = functools.partial(self._advance_one, n_substeps, template=templates[n_envs])
+            return jax.vmap(one)(states, ctrls)
+
+        @functools.cache
+        def batched(n_substeps: int) -> Any:
+            @jax.custom_batching.custom_vmap
+            def call(states: jax.Array, ctrls: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return many(n_substeps, states, ctrls)
+
+            @call.def_vmap
+            def _(axis_size: int, in_batched: Any, states: jax.Array, ctrls: jax.Array) -> Any:
+                states, ctrls = _all_batched(axis_size, in_batched, states, ctrls)
+                flat = call(*(x.reshape(-1, x.shape[-1]) for x in (states, ctrls)))
+                return tuple(x.reshape(*states.shape[:2], -1) for x in flat), (True, True)
+
+            return call
+
+        @functools.cache
+        def single(n_substeps: int) -> Any:
+            @jax.custom_batching.custom_vmap
+            def call(state: jax.Array, ctrl: jax.Array) -> tuple[jax.Array, jax.Array]:
+                new_states, derived = batched(n_substeps)(state[None], ctrl[None])
+                return new_states[0], derived[0]
+
+            @call.def_vmap
+            def _(axis_size: int, in_batched: Any, state: jax.Array, ctrl: jax.Array) -> Any:
+                return batched(n_substeps)(*_all_batched(axis_size, in_batched, state, ctrl)), (True, True)
+
+            return call
+
+        return lambda n_substeps, state, ctrl: single(n_substeps)(state, ctrl)
+
+
+def _all_batched(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> list[jax.Array]:
+    return [
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip(arrays, in_batched, strict=True)
+    ]
+
+
+def _mjx_field(data: Any, name: str) -> Any:
+    """A field of ``mjx.Data``, wherever the implementation keeps it; None if it has none."""
+    value = getattr(data, name, None)
+    return getattr(data._impl, name, None) if value is None else value
+
+
+def import_mjx() -> Any:
+    """``mujoco.mjx``, imported on first use (it takes seconds) and without its message about a missing Warp."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        from mujoco import mjx
+    return mjx
+
+
+def put_model(mj_model: mujoco.MjModel, impl: Impl) -> Any:
+    """``mj_model`` as an ``mjx.Model``.
+
+    Raises:
+      ValueError: Warp is not installed, or MJX lacks something that the model uses; the message
+        names the element.
+    """
+    mjx = import_mjx()
+    if impl == "warp" and importlib.util.find_spec("warp") is None:
+        raise ValueError("physics 'warp' needs Warp, which is not installed: install the extra `warp` (mujoco-mjx[warp])")
+    try:
+        return mjx.put_model(mj_model, impl=impl)
+    except NotImplementedError as error:
+        raise ValueError(_unsupported_message(mj_model, impl, error)) from error
+
+
+def _make_mjx_data(mj_model: mujoco.MjModel, impl: Impl, n_envs: int = 1) -> Any:
+    """``mjx.Data`` of the default state; for Warp with room for the contacts of ``n_envs`` environments."""
+    mjx = import_mjx()
+    try:
+        data = mjx.make_data(mj_model, impl=impl)
+        if impl == "warp" and n_envs > 1:
+            # Warp's own guess for one environment, so many times.
+            contacts = _mjx_field(data, "contact__dist").shape[0]
+            data = mjx.make_data(mj_model, impl=impl, naconmax=n_envs * contacts)
+        return data
+    except NotImplementedError as error:
+        raise ValueError(_unsupported_message(mj_model, impl, error)) from error
+
+
 def available_cpus() -> int:
     """CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# MuJoCo's enumerations in MJX's error messages, the MjModel field that holds them, and whose they are.
+_TYPED_ELEMENTS = {
+    "mjGEOM": (mujoco.mjtGeom, "geom_type", "geom", mujoco.mjtObj.mjOBJ_GEOM),
+    "mjSENS": (mujoco.mjtSensor, "sensor_type", "sensor", mujoco.mjtObj.mjOBJ_SENSOR),
+    "mjEQ": (mujoco.mjtEq, "eq_type", "equality", mujoco.mjtObj.mjOBJ_EQUALITY),
+    "mjTRN": (mujoco.mjtTrn, "actuator_trntype", "actuator", mujoco.mjtObj.mjOBJ_ACTUATOR),
+    "mjDYN": (mujoco.mjtDyn, "actuator_dyntype", "actuator", mujoco.mjtObj.mjOBJ_ACTUATOR),
+    "mjGAIN": (mujoco.mjtGain, "actuator_gaintype", "actuator", mujoco.mjtObj.mjOBJ_ACTUATOR),
+    "mjBIAS": (mujoco.mjtBias, "actuator_biastype", "actuator", mujoco.mjtObj.mjOBJ_ACTUATOR),
+}
+
+
+def _unsupported_message(mj_model: mujoco.MjModel, impl: Impl, error: NotImplementedError) -> str:
+    """MJX's refusal in terms of the MJCF: which elements it is about."""
+    elements = []
+    for word in dict.fromkeys(re.findall(r"mj[A-Z]+_\w+", str(error))):
+        enum, field, tag, kind = _TYPED_ELEMENTS.get(word.split("_")[0], (None, "", "", None))
+        if enum is None or not hasattr(enum, word):
+            continue
+        for i in np.flatnonzero(getattr(mj_model, field) == int(getattr(enum, word))):
+            name = mujoco.mj_id2name(mj_model, kind, int(i))
+            elements.append(f"<{tag} name={name!r}>" if name else f"<{tag}> number {i}")
+    if "Flex" in str(error):
+        elements += [f"<flex> number {i}" for i in range(mj_model.nflex)]
+    listed = ", ".join(dict.fromkeys(elements[:8])) + (", ..." if len(elements) > 8 else "")
+    where = f" It concerns {listed}." if elements else ""
+    return (
+        f"physics {impl!r} cannot simulate this model: {error}.{where} Use physics='native', which takes every MJCF, "
+        "or change the model"
+    )
 
 
 def _missing_field_message(name: str, layout: Layout) -> str:

@@ -8,7 +8,6 @@ then GLFW (needs a display). Setting `MUJOCO_GL` overrides the search.
 import copy
 import functools
 import importlib
-import logging
 import os
 import platform
 import subprocess
@@ -17,8 +16,6 @@ from typing import Any
 
 import mujoco
 import numpy as np
-
-log = logging.getLogger(__name__)
 
 # What a first rendering does, in a process of its own: OpenGL libraries can crash or hang, and PyOpenGL keeps
 # the platform of its first import, so a failed try here would spoil the next one.
@@ -123,6 +120,16 @@ def _gl_context(width: int, height: int) -> Any:
     return context
 
 
+def _draws_in_software() -> bool:
+    """Whether the current OpenGL context draws on the CPU (Mesa's llvmpipe, OSMesa)."""
+    if find_gl() not in ("egl", "osmesa"):
+        return False
+    from OpenGL import GL
+
+    renderer = GL.glGetString(GL.GL_RENDERER).decode(errors="replace").lower()
+    return any(name in renderer for name in ("llvmpipe", "softpipe", "swrast", "swr"))
+
+
 def render_frames(
     mj_model: mujoco.MjModel,
     qpos: np.ndarray,
@@ -138,7 +145,8 @@ def render_frames(
 
     May be called from any thread; all OpenGL state is made, used and freed within the call. `mj_model` is left
     as it is: where the frames exceed its offscreen buffer, or the robot leaves a floor of finite size, a copy
-    is adapted.
+    is adapted. Without a GPU a frame costs much CPU time, so there it is drawn without antialiasing and
+    mirroring and with coarser shadows, in a third of the time (humanoid, 480x640: some 65 instead of 215 ms of CPU).
 
     Args:
         mj_model: The model.
@@ -167,15 +175,17 @@ def render_frames(
     if height < 1 or width < 1:
         raise ValueError(f"height={height}, width={width}: a frame has at least one row and one column.")
     view = camera if isinstance(camera, mujoco.MjvCamera) else _choose_camera(mj_model, camera)
-    model = _with_room_for(mj_model, qpos, height, width)
-
-    frames = np.empty((len(qpos), height, width, 3), np.uint8)
-    data = mujoco.MjData(model)
-    scene = mujoco.MjvScene(model, maxgeom=10_000)
     option = scene_option or mujoco.MjvOption()
     rectangle = mujoco.MjrRect(0, 0, width, height)
+    frames = np.empty((len(qpos), height, width, 3), np.uint8)
     gl = _gl_context(width, height)
     try:
+        software = _draws_in_software()
+        model = _model_to_draw(mj_model, qpos, height, width, software)
+        data = mujoco.MjData(model)
+        scene = mujoco.MjvScene(model, maxgeom=10_000)
+        if software:
+            scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = False
         # Not `mujoco.Renderer`: it takes its OpenGL from the MUJOCO_GL of mujoco's import.
         pictures = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
         try:
@@ -245,15 +255,15 @@ def _choose_camera(model: mujoco.MjModel, camera: str | int | None) -> mujoco.Mj
     return view
 
 
-def _with_room_for(model: mujoco.MjModel, qpos: np.ndarray, height: int, width: int) -> mujoco.MjModel:
-    """`model`, or a copy with an offscreen buffer of this size and a floor under everything that moves."""
-    small = width > model.vis.global_.offwidth or height > model.vis.global_.offheight
-    floors = _floors_that_end(model, qpos)
-    if not small and not floors:
-        return model
+def _model_to_draw(model: mujoco.MjModel, qpos: np.ndarray, height: int, width: int, software: bool) -> mujoco.MjModel:
+    """A copy with an offscreen buffer of this size, a floor under everything that moves, and affordable quality."""
     model = copy.copy(model)
     model.vis.global_.offwidth = max(width, model.vis.global_.offwidth)
     model.vis.global_.offheight = max(height, model.vis.global_.offheight)
+    if software:
+        model.vis.quality.offsamples = 0
+        model.vis.quality.shadowsize = min(2048, model.vis.quality.shadowsize)
+    floors = _floors_that_end(model, qpos)
     for geom in floors:
         # In the physics a plane has no end, and size 0 draws it so. A texture that was repeated over the
         # whole plane keeps the size of its tiles by being repeated per metre.
