@@ -33,6 +33,7 @@ class file_video_fn:
         self.last_path: Path | None = None
 
     def __call__(self, video: "VideoData") -> Path:
+        """Writes the video and returns its path; raises as `write_mp4` does."""
         self.last_path = write_mp4(self.directory / f"step_{video.step:010d}.mp4", video.frames, self.fps)
         return self.last_path
 
@@ -46,9 +47,6 @@ class wandb_video_fn:
     Args:
         key: The name of the panel in W&B.
         fps: Frames per second.
-
-    Raises (when called):
-        RuntimeError: no run is live.
     """
 
     def __init__(self, key: str = "eval_video", fps: float = 30):
@@ -56,6 +54,7 @@ class wandb_video_fn:
         self.fps = fps
 
     def __call__(self, video: "VideoData") -> None:
+        """Encodes the video and logs it; raises as `write_mp4` and `log_video` do."""
         with tempfile.TemporaryDirectory() as directory:
             path = write_mp4(Path(directory) / f"step_{video.step:010d}.mp4", video.frames, self.fps)
             log_video(path, video, key=self.key)
