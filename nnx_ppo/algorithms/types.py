@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped, UInt32
 
 from nnx_ppo.algorithms.config import LoggingLevel as LoggingLevel
+from nnx_ppo.networks import functional
 from nnx_ppo.networks.types import ModuleState, PPONetworkOutput
 
 LogFn = Callable[[dict[str, Any], int], None]
@@ -84,14 +85,18 @@ class TrainingState(Replaceable):
     steps: UInt32[Array, "2"]
     """Environment steps taken, as (high, low) 32-bit words: float32 and int32 would not stay exact."""
     skipped_updates: Int[Array, ""]
-    """Updates in a row whose gradient was not finite."""
+    """Updates in a row that were skipped because something in them was not finite."""
+    nonfinite_source: Int[Array, ""]
+    """What was not finite in the last skipped update: an index into `ppo.nonfinite_names`."""
+    nonfinite_steps: UInt32[Array, ""]
+    """Environment steps that were not finite, in the whole run."""
     graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
     """The structure of the network."""
 
     @property
     def networks(self) -> Any:
         """The network, ready to call. Made anew at each access; it shares the arrays of this state."""
-        return nnx.merge(self.graphdef, self.params, self.variables)
+        return functional.merge(self.graphdef, self.params, self.variables)
 
     @property
     def steps_taken(self) -> int:

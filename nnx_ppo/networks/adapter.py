@@ -12,7 +12,8 @@ class PPOAdapter(StatefulModule):
     """Runs both ports on the same input.
 
     Args:
-      action: its output is what a sampler returns, `{"action", "log_likelihood"}`, or a tree of such dicts.
+      action: its output is what a sampler returns, a dict with `action`, `log_likelihood` and maybe `entropy`, or a
+        tree of such dicts.
       value: its output is the value estimate, or a dict of them by reward term; a trailing axis of size 1 is dropped.
     """
 
@@ -31,6 +32,7 @@ class PPOAdapter(StatefulModule):
                 actions=_of_samplers(action.output, "action"),
                 loglikelihoods=_of_samplers(action.output, "log_likelihood"),
                 value_estimates=jax.tree.map(_drop_trailing_one, value.output),
+                entropies=_of_samplers(action.output, "entropy") if _tells_entropy(action.output) else None,
             ),
             regularization_loss=action.regularization_loss + value.regularization_loss,
             metrics={"action": action.metrics, "value": value.metrics},
@@ -57,19 +59,24 @@ class PPOAdapter(StatefulModule):
         self.value.update_statistics(rollout_extras["value"])
 
 
-def _of_samplers(output: Any, entry: str) -> Any:
-    def is_sample(node: Any) -> bool:
-        return isinstance(node, dict) and {"action", "log_likelihood"} <= node.keys()
+def _is_sample(node: Any) -> bool:
+    return isinstance(node, dict) and {"action", "log_likelihood"} <= node.keys()
 
+
+def _tells_entropy(output: Any) -> bool:
+    return all("entropy" in sample for sample in jax.tree.leaves(output, is_leaf=_is_sample))
+
+
+def _of_samplers(output: Any, entry: str) -> Any:
     def pick(node: Any) -> Any:
-        if not is_sample(node):
+        if not _is_sample(node):
             raise TypeError(
                 f"PPOAdapter's action port returned {type(node).__name__} where a sampler's output, a dict with "
                 "'action' and 'log_likelihood', is accepted: end the port with a sampler such as NormalTanhSampler."
             )
         return node[entry]
 
-    return jax.tree.map(pick, output, is_leaf=is_sample)
+    return jax.tree.map(pick, output, is_leaf=_is_sample)
 
 
 def _drop_trailing_one(value: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Samplers: the last layer of an actor turns distribution parameters into an action and its log-likelihood.
 
-The output is a dict `{"action", "log_likelihood"}`, which `PPOAdapter` takes apart. In a rollout the sampled raw
+The output is a dict `{"action", "log_likelihood", "entropy"}`, which `PPOAdapter` takes apart. In a rollout the sampled raw
 action is emitted as `rollout_extras`; in the loss it comes back and only its log-likelihood is computed anew. After
 `network.eval()` a sampler is deterministic and returns the mode.
 """
@@ -70,13 +70,15 @@ class NormalTanhSampler(ActionSampler):
         else:
             raw_action = mean + std * jax.random.normal(self.rng(), mean.shape)
         raw_action = jax.lax.stop_gradient(raw_action)
+        entropy = self._entropy(mean, std)
         return StatefulModuleOutput(
             next_state=state,
             output={
                 "action": jnp.tanh(raw_action),
                 "log_likelihood": jnp.sum(normal_log_density(raw_action, mean, std) - log_tanh_slope(raw_action), -1),
+                "entropy": entropy,
             },
-            regularization_loss=-self.entropy_weight * self._entropy(mean, std),
+            regularization_loss=-self.entropy_weight * entropy,
             metrics={"mu": mean, "sigma": std},
             rollout_extras=raw_action,
         )

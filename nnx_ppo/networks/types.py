@@ -44,6 +44,8 @@ class PPONetworkOutput(_Replaceable):
     """Of `actions` under the current policy; one entry per action head."""
     value_estimates: PyTree[Float[Array, "*batch"]]
     """One entry per reward term."""
+    entropies: PyTree[Float[Array, "*batch"]] | None = None
+    """Of the policy, nats, one entry per action head; None where a sampler does not tell."""
 
 
 @jax.tree_util.register_dataclass

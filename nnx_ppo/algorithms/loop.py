@@ -1,0 +1,336 @@
+"""The host loop that every algorithm shares: step, due actions, log, stop.
+
+The loop never waits for the device to learn what it can compute itself, such as the step count. An iteration's
+metrics come in one transfer, after the next iteration has been dispatched (unless a `stop_fn` must see them first).
+"""
+
+import functools
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_ppo.algorithms import rollout
+from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, TrainConfig
+from nnx_ppo.algorithms.keys import Stream, stream_key
+from nnx_ppo.algorithms.metrics import evaluation_metrics
+from nnx_ppo.algorithms.types import LogFn, StopFn, TrainingState, TrainResult, VideoData
+from nnx_ppo.algorithms.video_worker import VideoWorker, stack_frames
+from nnx_ppo.networks import functional
+from nnx_ppo.networks.types import StatefulModule
+
+
+class NonFiniteError(FloatingPointError):
+    """Training met non-finite gradients too often in a row; the parameters are the last good ones."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What an algorithm brings to the loop."""
+
+    train: Callable[[TrainingState], tuple[TrainingState, dict[str, Any]]]
+    """One iteration, pure: compiled here, with its argument donated."""
+    eval_env: Any
+    steps_per_iteration: int
+    total_steps: int
+    max_skipped_updates: int
+    nonfinite_names: Callable[[TrainingState], list[str]]
+    """What `TrainingState.nonfinite_source` counts."""
+
+
+@dataclass
+class Action:
+    """Something the loop does now and then: evaluate, record, save."""
+
+    name: str
+    every_steps: int
+    run: Callable[[TrainingState, int], dict[str, Any]]
+    at_end: bool = True
+    """Whether it always happens after the last iteration too."""
+    last_steps: int = -1
+    """The step count it last ran at."""
+
+    def __call__(self, state: TrainingState, steps: int) -> dict[str, Any]:
+        """Run it; returns its metrics."""
+        self.last_steps = steps
+        return self.run(state, steps)
+
+    def due(self, steps: int, before: int) -> bool:
+        """Whether the step count crossed a multiple of `every_steps`."""
+        return self.every_steps > 0 and steps // self.every_steps > before // self.every_steps
+
+
+def run_training(
+    programs: Programs,
+    config: TrainConfig,
+    state: TrainingState,
+    networks: StatefulModule,
+    *,
+    resumed: bool,
+    log_fn: LogFn | None,
+    video_fn: Callable[[VideoData], None] | None,
+    checkpoint_fn: Callable[[TrainingState, int], None] | None,
+    stop_fn: StopFn | None,
+) -> TrainResult:
+    """Train to the end; whatever happens, `networks` holds the latest parameters afterwards."""
+    loop = TrainingLoop(programs, config, state, log_fn, video_fn, checkpoint_fn, stop_fn)
+    try:
+        return loop.run(resumed)
+    finally:
+        nnx.update(networks, loop.state.params, loop.state.variables)
+        loop.video_worker.close()
+
+
+class TrainingLoop:
+    """Holds the latest state and what is due when."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        config: TrainConfig,
+        state: TrainingState,
+        log_fn: LogFn | None,
+        video_fn: Callable[[VideoData], None] | None,
+        checkpoint_fn: Callable[[TrainingState, int], None] | None,
+        stop_fn: StopFn | None,
+    ):
+        self.programs, self.config = programs, config
+        self.log_fn, self.video_fn, self.checkpoint_fn, self.stop_fn = log_fn, video_fn, checkpoint_fn, stop_fn
+        # The compiled iteration consumes its argument; the caller's state must outlive it.
+        self.state = jax.tree.map(jnp.copy, state)
+        self.steps = state.steps_taken
+        self.iteration = int(state.iteration)
+        self.timed = LoggingLevel.THROUGHPUT in config.ppo.logging_level
+        self.eval_history: list[dict[str, Any]] = []
+        self.final_metrics: dict[str, Any] = {}
+        self.nonfinite_steps = int(state.nonfinite_steps)
+        self.video_worker = VideoWorker()
+        self.pending: Pending | None = None
+        self.actions = self._make_actions()
+        self.compiled = compile_programs(self._programs())
+
+    def run(self, resumed: bool) -> TrainResult:
+        """The start, the iterations, the end."""
+        if not resumed:
+            self._start()
+        first_iteration = self.iteration
+        while self.steps < self.programs.total_steps:
+            self._iterate()
+            if self.stop_fn is not None:
+                self._flush()
+                if self.stop_fn(self.steps):
+                    self._end_early()
+                    break
+        self._flush()
+        return TrainResult(
+            self.state, self.final_metrics, self.eval_history, self.steps, self.iteration - first_iteration
+        )
+
+    def _start(self) -> None:
+        results = Results()
+        for action in self.actions:
+            if action.every_steps > 0:
+                results.add(action(self.state, self.steps))
+        if any(action.name in ("evaluation", "video") and action.every_steps > 0 for action in self.actions):
+            self.pending = Pending(self.steps, results)
+            self._flush()
+
+    def _iterate(self) -> None:
+        started = time.perf_counter()
+        self.state, metrics, health = self.compiled["training"]()(self.state)
+        self._flush()
+        before, self.steps = self.steps, self.steps + self.programs.steps_per_iteration
+        self.iteration += 1
+        results = Results(metrics, health)
+        if self.timed:
+            jax.block_until_ready(metrics)
+            results.add(throughput("train", self.programs.steps_per_iteration, time.perf_counter() - started))
+        last = self.steps >= self.programs.total_steps
+        for action in self.actions:
+            if action.due(self.steps, before) or (last and action.at_end and action.every_steps > 0):
+                results.add(action(self.state, self.steps))
+        self.pending = Pending(self.steps, results)
+
+    def _end_early(self) -> None:
+        """A stop was asked for: save first, because whoever asked may not wait; then evaluate once more."""
+        for action in reversed(self.actions):
+            if action.at_end and action.every_steps > 0 and action.last_steps != self.steps:
+                metrics = jax.device_get(action(self.state, self.steps))
+                self.final_metrics |= metrics
+                if action.name == "evaluation":
+                    self.eval_history.append({"step": self.steps, **metrics})
+
+    def _flush(self) -> None:
+        """Hand on the metrics of the iteration before, in one transfer."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        metrics, health = jax.device_get((pending.results.metrics, pending.results.health))
+        metrics = {name: value.item() if np.ndim(value) == 0 else value for name, value in metrics.items()}
+        self.final_metrics = metrics
+        if "eval/episode_reward/mean" in metrics:
+            evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+            self.eval_history.append({"step": pending.steps, **evaluation})
+        if self.log_fn is not None:
+            self.log_fn(dict(metrics), pending.steps)
+        self._check_health(health, pending.steps)
+
+    def _check_health(self, health: dict[str, Any], steps: int) -> None:
+        if not health:
+            return
+        new, self.nonfinite_steps = int(health["nonfinite_steps"]) - self.nonfinite_steps, int(health["nonfinite_steps"])
+        if new:
+            warnings.warn(
+                f"{new} environment step(s) before step {steps:,} were not finite (NaN or infinity in observation, "
+                "reward or state). Each counted as terminated with reward 0 and was restarted; the others are "
+                "untouched. If this goes on, look at the environment: actions too strong, time step too long?",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        skipped = int(health["skipped_updates"])
+        if skipped >= self.programs.max_skipped_updates:
+            raise NonFiniteError(
+                f"{skipped} updates in a row were skipped up to step {steps:,} because they were not finite; the first "
+                f"such quantity was {self.programs.nonfinite_names(self.state)[int(health['nonfinite_source'])]}. "
+                "The parameters are the last good ones. A lower learning_rate, gradient_clipping or reward_scaling "
+                "usually helps."
+            )
+
+    # --- actions ----------------------------------------------------------------------------------------------
+
+    def _make_actions(self) -> list[Action]:
+        config = self.config
+        actions = []
+        if config.eval.enabled:
+            actions.append(Action("evaluation", config.eval.every_steps, self._evaluate))
+        if config.video.enabled:
+            missing = self._missing_for_video()
+            if missing:
+                print(f"No videos: video.enabled is set, but {missing}.", file=sys.stderr)
+            else:
+                actions.append(Action("video", config.video.every_steps, self._record, at_end=False))
+        if self.checkpoint_fn is not None:
+            actions.append(Action("checkpoint", config.checkpoint_every_steps, self._save))
+        return actions
+
+    def _missing_for_video(self) -> str:
+        if self.video_fn is None:
+            return "no video_fn was given (file_video_fn writes mp4 files, wandb_video_fn logs to W&B)"
+        if not callable(getattr(self.programs.eval_env, "render", None)):
+            return f"{type(self.programs.eval_env).__name__} has no render method"
+        return ""
+
+    def _programs(self) -> dict[str, Any]:
+        """What to compile: name -> (jitted function, arguments)."""
+        state, env = self.state, self.programs.eval_env
+        graphdef = functional.evaluation_graphdef(state.graphdef, state.params, state.variables)
+        network = (state.params, state.variables, state.rng_key)
+        programs = {"training": (jax.jit(functools.partial(_train, self.programs.train), donate_argnums=0), (state,))}
+        for action in self.actions:
+            if action.every_steps <= 0:
+                continue
+            if action.name == "evaluation":
+                program = functools.partial(_evaluate, env, self.config.eval, graphdef)
+                programs["evaluation"] = (jax.jit(program), network)
+            if action.name == "video":
+                program = functools.partial(rollout.record_episode, env, self.config.video.episode_length, graphdef)
+                programs["video"] = (jax.jit(program), network)
+        return programs
+
+    def _key(self, stream: Stream) -> jax.Array:
+        return stream_key(self.state.rng_key, stream, self.iteration)
+
+    def _evaluate(self, state: TrainingState, steps: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        metrics = self.compiled["evaluation"]()(state.params, state.variables, self._key(Stream.EVALUATION))
+        env_steps = metrics.pop("steps")
+        if not self.timed:
+            return metrics
+        env_steps = int(env_steps)
+        return metrics | throughput("eval", env_steps, time.perf_counter() - started)
+
+    def _record(self, state: TrainingState, steps: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        recording = self.compiled["video"]()(state.params, state.variables, self._key(Stream.VIDEO))
+        env, video_fn, render_kwargs = self.programs.eval_env, self.video_fn, self.config.video.render_kwargs
+
+        def render() -> None:
+            assert video_fn is not None
+            states = rollout.trajectory(recording)
+            frames = stack_frames(env.render(states, **render_kwargs))
+            video_fn(VideoData(frames, steps, float(recording.reward), int(recording.length)))
+
+        self.video_worker.submit(render)
+        if not self.timed:
+            return {}
+        length = int(recording.length)
+        return throughput("video", length, time.perf_counter() - started)
+
+    def _save(self, state: TrainingState, steps: int) -> dict[str, Any]:
+        assert self.checkpoint_fn is not None
+        started = time.perf_counter()
+        self.checkpoint_fn(state, steps)
+        return {"time/checkpoint_s": time.perf_counter() - started} if self.timed else {}
+
+
+@dataclass
+class Results:
+    """The metrics of an iteration, still on the device."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Merge more metrics in."""
+        self.metrics = self.metrics | metrics
+
+
+@dataclass
+class Pending:
+    """An iteration whose metrics have not been handed on yet."""
+
+    steps: int
+    results: Results
+
+
+def throughput(phase: str, env_steps: int, seconds: float) -> dict[str, float]:
+    """Speed and duration of a phase."""
+    return {f"throughput/{phase}_sps": env_steps / seconds, f"time/{phase}_s": seconds}
+
+
+def compile_programs(programs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Trace every program here and compile all of them at once; name -> a function that waits for it.
+
+    A compiled program refuses arguments of other shapes or types, so nothing is ever traced again unnoticed.
+    """
+    pool = ThreadPoolExecutor(max_workers=len(programs), thread_name_prefix="compile")
+    futures = {name: pool.submit(jitted.lower(*args).compile) for name, (jitted, args) in programs.items()}
+    pool.shutdown(wait=False)
+    return {name: future.result for name, future in futures.items()}
+
+
+def _train(
+    step: Callable[[TrainingState], tuple[TrainingState, dict[str, Any]]], state: TrainingState
+) -> tuple[TrainingState, dict[str, Any], dict[str, Any]]:
+    state, metrics = step(state)
+    health = {
+        "nonfinite_steps": state.nonfinite_steps,
+        "skipped_updates": state.skipped_updates,
+        "nonfinite_source": state.nonfinite_source,
+    }
+    return state, metrics, health
+
+
+def _evaluate(
+    env: Any, config: EvalConfig, graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State, key: jax.Array
+) -> dict[str, Any]:
+    episodes = rollout.evaluate(env, config, graphdef, params, variables, key)
+    return evaluation_metrics(episodes, config.logging_percentiles) | {"steps": jnp.sum(episodes.lifespan)}

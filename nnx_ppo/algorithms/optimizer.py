@@ -1,0 +1,61 @@
+"""The optimizer: from a configuration to an optax chain, and its learning rate over a run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.tree_utils
+from jaxtyping import Array, Float, Int
+
+from nnx_ppo.algorithms.config import PPOConfig
+
+ADAPTIVE_FACTOR = 1.5
+ADAPTIVE_RANGE = (1e-5, 1e-2)
+
+
+def make_optimizer(config: PPOConfig) -> optax.GradientTransformation:
+    """Global-norm clipping if asked for, then Adam or AdamW; the learning rate is part of the state."""
+
+    def adam(learning_rate: Any) -> optax.GradientTransformation:
+        if config.weight_decay is None:
+            return optax.adam(learning_rate)
+        return optax.adamw(learning_rate, weight_decay=config.weight_decay)
+
+    clip = optax.identity() if config.gradient_clipping is None else optax.clip_by_global_norm(config.gradient_clipping)
+    return optax.chain(clip, optax.inject_hyperparams(adam)(learning_rate=config.learning_rate))
+
+
+def learning_rate(optimizer_state: optax.OptState) -> Float[Array, ""]:
+    """The learning rate of the next update."""
+    return optax.tree_utils.tree_get(optimizer_state, "learning_rate")
+
+
+def schedule_learning_rate(
+    config: PPOConfig, optimizer_state: optax.OptState, iteration: Int[Array, ""]
+) -> optax.OptState:
+    """The optimizer state at the start of an iteration: a linear schedule goes from full to zero at total_steps."""
+    if config.learning_rate_schedule != "linear":
+        return optimizer_state
+    iterations = max(1, -(-config.total_steps // (config.n_envs * config.rollout_length)))
+    remaining = jnp.clip(1.0 - iteration / iterations, 0.0, 1.0)
+    return optax.tree_utils.tree_set(optimizer_state, learning_rate=config.learning_rate * remaining)
+
+
+def adapt_learning_rate(config: PPOConfig, optimizer_state: optax.OptState, kl: Float[Array, ""]) -> optax.OptState:
+    """The optimizer state after an update that found the policy at a divergence `kl` from the one of the rollout.
+
+    The rule of Schulman et al. 2017 (section 4) for the KL penalty, on the step size instead: lower it when the
+    policy has moved twice as far as target_kl, raise it when not even half as far.
+    """
+    if config.target_kl is None:
+        return optimizer_state
+    rate = learning_rate(optimizer_state)
+    factor = jnp.where(kl > 2 * config.target_kl, 1 / ADAPTIVE_FACTOR, 1.0)
+    factor = jnp.where((kl < config.target_kl / 2) & (kl > 0), ADAPTIVE_FACTOR, factor)
+    return optax.tree_utils.tree_set(optimizer_state, learning_rate=jnp.clip(rate * factor, *ADAPTIVE_RANGE))
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """Euclidean norm over all leaves."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))

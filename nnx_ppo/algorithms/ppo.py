@@ -1,0 +1,450 @@
+"""Proximal policy optimisation (Schulman et al. 2017). Start reading here.
+
+`train_ppo` trains a network in an environment. Its heart is `ppo_step`, one iteration as a pure function:
+
+    collect a rollout -> estimate advantages -> several epochs of clipped updates -> update statistics
+
+`ppo_step` is compiled once per run; its input state is donated. It may be vmapped over seeds or sharded over
+environments. The loop around it, which decides when to evaluate, record, save and log, is in `loop.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from nnx_ppo.algorithms import rollout
+from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
+from nnx_ppo.algorithms.keys import Stream, stream_key
+from nnx_ppo.algorithms.loop import Programs, run_training
+from nnx_ppo.algorithms.metrics import flatten
+from nnx_ppo.algorithms.optimizer import adapt_learning_rate, make_optimizer, schedule_learning_rate
+from nnx_ppo.algorithms.returns import gae
+from nnx_ppo.algorithms.types import (
+    LogFn,
+    Replaceable,
+    RLEnv,
+    StopFn,
+    TrainingState,
+    TrainResult,
+    Transition,
+    VideoData,
+    add_steps,
+)
+from nnx_ppo.networks import functional
+from nnx_ppo.networks.types import ModuleState, StatefulModule
+
+
+def train_ppo(
+    env: RLEnv,
+    networks: StatefulModule,
+    config: TrainConfig | None = None,
+    *,
+    total_steps: int | None = None,
+    seed: int | None = None,
+    log_fn: LogFn | None = None,
+    video_fn: Callable[[VideoData], None] | None = None,
+    checkpoint_fn: Callable[[TrainingState, int], None] | None = None,
+    eval_env: RLEnv | None = None,
+    initial_state: TrainingState | None = None,
+    stop_fn: StopFn | None = None,
+) -> TrainResult:
+    """Train `networks` in `env`; afterwards (also after an exception) `networks` holds what was learned.
+
+    Args:
+      env: the environment; wrap it in `EpisodeWrapper` for a time limit.
+      networks: an actor-critic, such as `make_mlp_actor_critic` builds.
+      config: the configuration; None takes every default.
+      total_steps: instead of `config.ppo.total_steps`.
+      seed: instead of `config.seed`.
+      log_fn: called once per iteration with a flat dict of metrics and the environment steps so far, and once
+        before the first iteration if there was an evaluation or a video.
+      video_fn: called, on a thread of its own, with the frames of an evaluation episode.
+      checkpoint_fn: called with the training state and the environment steps.
+      eval_env: the environment for evaluation and video; None takes `env`.
+      initial_state: go on from this state, such as a checkpoint holds. It stays valid.
+      stop_fn: asked after each iteration with the environment steps; True ends the run normally.
+
+    Returns:
+      The final state, the metrics of the last iteration and the history of evaluations.
+
+    Raises:
+      ValueError: the network does not fit the environment's observation.
+      TypeError: the environment's step changes the shape or type of its state.
+      NonFiniteError: too many updates in a row had a non-finite gradient.
+    """
+    config = config or TrainConfig()
+    if total_steps is not None:
+        config = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, total_steps=total_steps))
+    if seed is not None:
+        config = dataclasses.replace(config, seed=seed)
+    state = initial_state if initial_state is not None else initial_training_state(env, networks, config)
+    return run_training(
+        Programs(
+            train=functools.partial(ppo_step, env, config.ppo),
+            eval_env=eval_env if eval_env is not None else env,
+            steps_per_iteration=config.ppo.n_envs * config.ppo.rollout_length,
+            total_steps=config.ppo.total_steps,
+            max_skipped_updates=config.ppo.max_skipped_updates,
+            nonfinite_names=nonfinite_names,
+        ),
+        config,
+        state,
+        networks,
+        resumed=initial_state is not None,
+        log_fn=log_fn,
+        video_fn=video_fn,
+        checkpoint_fn=checkpoint_fn,
+        stop_fn=stop_fn,
+    )
+
+
+def default_config() -> TrainConfig:
+    """A configuration with every default."""
+    return TrainConfig()
+
+
+# --- one iteration --------------------------------------------------------------------------------------------
+
+
+def ppo_step(env: RLEnv, config: PPOConfig, state: TrainingState) -> tuple[TrainingState, dict[str, Array]]:
+    """One iteration; pure. `env` and `config` are static, the metrics a flat dict of scalars."""
+    start = state
+    state, transitions = rollout.unroll(env, config, state)
+    advantages, targets = estimate_advantages(config, state, transitions)
+    state, update_metrics = update(config, state, start.network_states, transitions, advantages, targets)
+    state = update_statistics(state, transitions)
+    state = state.replace(
+        iteration=state.iteration + 1,
+        steps=add_steps(state.steps, config.n_envs * config.rollout_length),
+        nonfinite_steps=state.nonfinite_steps + jnp.sum(transitions.nonfinite, dtype=jnp.uint32),
+    )
+    return state, iteration_metrics(config, transitions, update_metrics)
+
+
+def estimate_advantages(config: PPOConfig, state: TrainingState, transitions: Transition) -> tuple[Any, Any]:
+    """Advantages and value targets per reward term, [time, batch]; once per iteration.
+
+    `state` is the one after the rollout: its observation is where the last step led to.
+    """
+    out, _ = functional.apply(
+        state.graphdef, state.params, state.variables, state.network_states, state.env_states.obs
+    )
+    values = transitions.network_output.value_estimates
+    check_same_terms(transitions.rewards, values)
+
+    def advantages_of(reward: Any, value: Any, last_value: Any, final_value: Any) -> Float[Array, "time batch"]:
+        return gae(
+            config.reward_scaling * reward,
+            value,
+            last_value,
+            transitions.done,
+            transitions.truncated,
+            final_value,
+            config.discounting_factor,
+            config.gae_lambda,
+        )
+
+    advantages = jax.tree.map(
+        advantages_of, transitions.rewards, values, out.output.value_estimates, transitions.final_values
+    )
+    return advantages, jax.tree.map(jnp.add, advantages, values)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Minibatch(Replaceable):
+    """What the loss reads; leaves [time, batch, ...], except for the carry, [batch, ...]."""
+
+    obs: Any
+    rollout_extras: Any
+    old_loglikelihoods: Any
+    advantages: Any
+    targets: Any
+    done: Bool[Array, "time batch"]
+    network_states: ModuleState
+    """The carry at the first step."""
+
+    def take(self, rows: jax.Array) -> "Minibatch":
+        """The sequences of some environments."""
+        carry = jax.tree.map(lambda x: x[rows], self.network_states)
+        sequences = jax.tree.map(lambda x: x[:, rows], self.replace(network_states=()))
+        return sequences.replace(network_states=carry)
+
+
+def update(
+    config: PPOConfig,
+    state: TrainingState,
+    network_states: ModuleState,
+    transitions: Transition,
+    advantages: Any,
+    targets: Any,
+) -> tuple[TrainingState, dict[str, Array]]:
+    """`n_epochs` passes over the batch, each in `n_minibatches` gradient steps; returns the mean of their metrics."""
+    batch = Minibatch(
+        obs=transitions.obs,
+        rollout_extras=transitions.rollout_extras,
+        old_loglikelihoods=transitions.network_output.loglikelihoods,
+        advantages=advantages,
+        targets=targets,
+        done=transitions.done,
+        network_states=network_states,
+    )
+    optimizer = make_optimizer(config)
+    key = stream_key(state.rng_key, Stream.SHUFFLE, state.iteration)
+    permutations = jax.vmap(lambda k: jax.random.permutation(k, config.n_envs))(jax.random.split(key, config.n_epochs))
+    rows = permutations.reshape(config.n_epochs * config.n_minibatches, -1)
+
+    def one_update(state: TrainingState, rows: jax.Array) -> tuple[TrainingState, dict[str, Array]]:
+        gradient, (metrics, variables) = jax.grad(ppo_loss, argnums=1, has_aux=True)(
+            config, state.params, state.graphdef, state.variables, batch.take(rows)
+        )
+        changes, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+        params = jax.tree.map(jnp.add, state.params, changes)
+        optimizer_state = adapt_learning_rate(config, optimizer_state, metrics["losses/approx_kl"])
+        finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in nonfinite_candidates(metrics, gradient).values()])
+        ok = jnp.all(finite)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+        state = state.replace(
+            params=keep(params, state.params),
+            optimizer=keep(optimizer_state, state.optimizer),
+            variables=variables,
+            skipped_updates=jnp.where(ok, 0, state.skipped_updates + 1),
+            nonfinite_source=jnp.where(ok, state.nonfinite_source, jnp.argmin(finite)),
+        )
+        return state, metrics
+
+    state = state.replace(optimizer=schedule_learning_rate(config, state.optimizer, state.iteration))
+    state, metrics = jax.lax.scan(one_update, state, rows)
+    return state, jax.tree.map(jnp.mean, metrics)
+
+
+def nonfinite_candidates(metrics: dict[str, Any], gradient: nnx.State) -> dict[str, Any]:
+    """What an update checks before it is applied, in the order in which trouble spreads."""
+    losses = {name: metrics[name] for name in ("losses/actor_loss", "losses/critic_loss", "losses/regularization")}
+    return losses | flatten("gradient", nnx.to_pure_dict(gradient))
+
+
+def nonfinite_names(state: TrainingState) -> list[str]:
+    """The names that `TrainingState.nonfinite_source` counts."""
+    losses = dict.fromkeys(("losses/actor_loss", "losses/critic_loss", "losses/regularization"))
+    return list(nonfinite_candidates(losses, state.params))
+
+
+def ppo_loss(
+    config: PPOConfig, params: nnx.State, graphdef: nnx.GraphDef, variables: nnx.State, batch: Minibatch
+) -> tuple[Float[Array, ""], tuple[dict[str, Array], nnx.State]]:
+    """Clipped surrogate, value and regularization loss of a minibatch.
+
+    Returns:
+      The loss, and (metrics, network variables after the call).
+    """
+    output, regularization, variables = replay(graphdef, params, variables, batch)
+    actor_losses, kls = {}, []
+    for name, new, old, advantage in pair_heads(config, output.loglikelihoods, batch):
+        log_ratio = new - old
+        actor_losses[name] = clipped_surrogate(log_ratio, advantage, config.clip_range)
+        kls.append(jnp.mean(jnp.expm1(log_ratio) - log_ratio))
+    critic_losses = jax.tree.map(
+        lambda value, target: 0.5 * jnp.mean((value - target) ** 2), output.value_estimates, batch.targets
+    )
+    actor_loss = sum(actor_losses.values())
+    critic_loss = sum(jax.tree.leaves(critic_losses))
+    regularization = jnp.mean(regularization)
+    total = actor_loss + config.critic_loss_weight * critic_loss + regularization
+    metrics = {
+        "losses/actor_loss": actor_loss,
+        "losses/critic_loss": critic_loss,
+        "losses/regularization": regularization,
+        "losses/entropy": mean_entropy(output),
+        "losses/total": total,
+        "losses/approx_kl": sum(kls) / len(kls),
+    }
+    if len(actor_losses) > 1:
+        metrics |= {f"losses/actor_loss/{name}": loss for name, loss in actor_losses.items()}
+    if jax.tree.structure(critic_losses).num_leaves > 1:
+        metrics |= flatten("losses/critic_loss", critic_losses)
+    return total, (metrics, variables)
+
+
+def clipped_surrogate(
+    log_ratio: Float[Array, "..."], advantage: Float[Array, "..."], clip_range: float
+) -> Float[Array, ""]:
+    """-E[min(r A, clip(r, 1 - eps, 1 + eps) A)], the ratio r = new / old likelihood (PPO paper, eq. 7)."""
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - clip_range, 1 + clip_range)
+    return -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
+
+
+def replay(
+    graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State, batch: Minibatch
+) -> tuple[Any, Float[Array, "..."], nnx.State]:
+    """The network's output and regularization loss on stored sequences, leaves [time, batch, ...].
+
+    Steps of a stateless network do not depend on each other: they are one large batch. Others are scanned.
+    """
+    if functional.is_stateless(batch.network_states):
+        merge = lambda x: x.reshape(-1, *x.shape[2:])
+        out, variables = functional.apply(
+            graphdef,
+            params,
+            variables,
+            batch.network_states,
+            jax.tree.map(merge, batch.obs),
+            jax.tree.map(merge, batch.rollout_extras),
+        )
+        unmerge = lambda x: x.reshape(*batch.done.shape, *x.shape[1:])
+        return jax.tree.map(unmerge, out.output), out.regularization_loss, variables
+
+    def one_step(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        variables, network_states = carry
+        obs, extras, done = inputs
+        out, variables = functional.apply(graphdef, params, variables, network_states, obs, extras)
+        network_states = rollout.reset_carry(graphdef, params, variables, out.next_state, done)
+        return (variables, network_states), (out.output, out.regularization_loss)
+
+    (variables, _), (output, regularization) = jax.lax.scan(
+        one_step, (variables, batch.network_states), (batch.obs, batch.rollout_extras, batch.done)
+    )
+    return output, regularization, variables
+
+
+def pair_heads(config: PPOConfig, loglikelihoods: Any, batch: Minibatch) -> list[tuple[str, Any, Any, Any]]:
+    """Which advantage drives which action head: (name, new and old log-likelihood, advantage) for each actor loss.
+
+    With one reward term every head learns from it. With several, `combine_advantages` sums them for every head;
+    otherwise a joint policy has one loss per term, and several heads take the term of their own name.
+    """
+    heads, old = flatten("", loglikelihoods), flatten("", batch.old_loglikelihoods)
+    terms = flatten("", batch.advantages)
+    normalize = normalized if config.normalize_advantages else lambda advantage: advantage
+    if config.combine_advantages or len(terms) == 1:
+        total = normalize(sum(terms.values()))
+        return [(name.lstrip("/"), heads[name], old[name], total) for name in heads]
+    if len(heads) == 1:
+        ((name, head),) = heads.items()
+        return [(term.lstrip("/"), head, old[name], normalize(terms[term])) for term in terms]
+    if heads.keys() != terms.keys():
+        raise ValueError(
+            f"the action heads are {names_of(heads)} and the reward terms {names_of(terms)}. Where both are several, "
+            "each head learns from the term of its own name: give them the same names, or set "
+            "PPOConfig(combine_advantages=True) to let every head learn from the sum."
+        )
+    return [(name.lstrip("/"), heads[name], old[name], normalize(terms[name])) for name in heads]
+
+
+def normalized(advantage: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Zero mean and unit variance."""
+    return (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
+
+
+def mean_entropy(output: Any) -> Float[Array, ""]:
+    """Entropy summed over action heads, averaged over the batch.
+
+    Where a sampler does not tell its entropy, it is estimated by the negative log-likelihood of the stored actions.
+    """
+    if output.entropies is not None:
+        return sum(jnp.mean(entropy) for entropy in jax.tree.leaves(output.entropies))  # type: ignore[return-value]
+    return -sum(jnp.mean(head) for head in jax.tree.leaves(output.loglikelihoods))  # type: ignore[return-value]
+
+
+def update_statistics(state: TrainingState, transitions: Transition) -> TrainingState:
+    """Let the network fold what the rollout saw into its statistics."""
+    network = functional.merge(state.graphdef, state.params, state.variables)
+    network.update_statistics(transitions.rollout_extras)
+    return state.replace(variables=functional.split(network)[2])
+
+
+def iteration_metrics(
+    config: PPOConfig, transitions: Transition, update_metrics: dict[str, Array]
+) -> dict[str, Array]:
+    """The metrics that the logging level asks for."""
+    metrics = {}
+    if LoggingLevel.LOSSES in config.logging_level:
+        metrics |= {name: value for name, value in update_metrics.items() if name not in ("losses/approx_kl",)}
+        metrics["rollout_batch/reward/mean"] = jnp.mean(sum(jax.tree.leaves(transitions.rewards)))
+    return metrics
+
+
+# --- the first state ------------------------------------------------------------------------------------------
+
+
+def initial_training_state(env: RLEnv, networks: StatefulModule, config: TrainConfig) -> TrainingState:
+    """The state before the first iteration; all randomness derives from `config.seed`."""
+    graphdef, params, variables = functional.split(networks)
+    key = jax.random.key(config.seed)
+    env_states = first_env_states(env, key, config.ppo.n_envs)
+    network_states = networks.initialize_state(config.ppo.n_envs)
+    out = jax.eval_shape(
+        lambda *args: functional.apply(graphdef, *args)[0], params, variables, network_states, env_states.obs
+    )
+    rollout.check_step_keeps_shapes(env, env_states, out.output.actions)
+    return TrainingState(
+        params=params,
+        variables=variables,
+        optimizer=make_optimizer(config.ppo).init(params),
+        network_states=network_states,
+        env_states=env_states,
+        rng_key=key,
+        iteration=jnp.zeros((), jnp.int32),
+        steps=jnp.zeros(2, jnp.uint32),
+        skipped_updates=jnp.zeros((), jnp.int32),
+        nonfinite_source=jnp.zeros((), jnp.int32),
+        nonfinite_steps=jnp.zeros((), jnp.uint32),
+        graphdef=graphdef,
+    )
+
+
+def new_training_state(
+    env: RLEnv,
+    networks: StatefulModule,
+    n_envs: int,
+    seed: int,
+    learning_rate: float = 1e-4,
+    gradient_clipping: float | None = None,
+    weight_decay: float | None = None,
+) -> TrainingState:
+    """`initial_training_state` with the arguments of nnx-ppo 0.3."""
+    ppo = PPOConfig(
+        n_envs=n_envs,
+        n_minibatches=1,
+        learning_rate=learning_rate,
+        gradient_clipping=gradient_clipping,
+        weight_decay=weight_decay,
+    )
+    return initial_training_state(env, networks, TrainConfig(ppo=ppo, seed=seed))
+
+
+def first_env_states(env: RLEnv, key: jax.Array, n_envs: int) -> Any:
+    """The very first states, with their time limits spread if the environment knows how (`randomize_phase`)."""
+
+    @jax.jit
+    def reset(key: jax.Array) -> Any:
+        states = rollout.reset(env, stream_key(key, Stream.INITIAL_RESET), n_envs)
+        if hasattr(env, "randomize_phase"):
+            keys = jax.random.split(stream_key(key, Stream.EPISODE_PHASE), n_envs)
+            states = jax.vmap(env.randomize_phase)(states, keys)  # type: ignore[attr-defined]
+        return states
+
+    return reset(key)
+
+
+def check_same_terms(rewards: Any, values: Any) -> None:
+    """Refuse a critic whose heads are not the environment's reward terms."""
+    given, expected = flatten("", values), flatten("", rewards)
+    if given.keys() != expected.keys():
+        raise ValueError(
+            f"the critic estimates values for {names_of(given)} and the environment gives rewards for "
+            f"{names_of(expected)}. Each reward term needs a value estimate of its own name."
+        )
+
+
+def names_of(terms: dict[str, Any]) -> str:
+    """The names of a flattened tree, for a message."""
+    return ", ".join(repr(name.lstrip("/")) if name else "a single one" for name in terms)

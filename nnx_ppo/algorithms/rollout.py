@@ -1,0 +1,391 @@
+"""Stepping environments: the rollout for training, evaluation and the episode for a video.
+
+This is the only file that steps an environment.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig
+from nnx_ppo.algorithms.keys import Stream, stream_key
+from nnx_ppo.algorithms.types import Replaceable, TrainingState, Transition
+from nnx_ppo.networks import functional
+from nnx_ppo.networks.types import ModuleState
+
+# --- one environment, then many -------------------------------------------------------------------------------
+
+# Compiled per environment object, so that the training, evaluation and video programs share one trace of it.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _reset(env: Any, key: PRNGKeyArray) -> Any:
+    return env.reset(key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(env: Any, state: Any, action: Any) -> Any:
+    return env.step(state, action)
+
+
+def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
+    """`n_envs` fresh initial states, with the shapes and dtypes that a step returns."""
+    state = jax.vmap(functools.partial(_reset, env))(jax.random.split(key, n_envs))
+    return _without_nonfinite(state)
+
+
+def step(env: Any, env_states: Any, actions: Any) -> Any:
+    """One step of every environment; leaves keep the dtypes they had."""
+    next_states = jax.vmap(functools.partial(_step, env))(env_states, actions)
+    return jax.tree.map(lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), next_states, env_states)
+
+
+def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
+    """Trace one step and compare its state with the one it came from.
+
+    Raises:
+      TypeError: the structure, a shape or a kind of dtype changes, so the environment cannot run in a compiled loop.
+    """
+    given, returned = env_states, jax.eval_shape(jax.vmap(functools.partial(_step, env)), env_states, actions)
+    before, after = (dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (given, returned))
+    keys = {jax.tree_util.keystr(path): path for path in [*before, *after]}
+    for key, path in keys.items():
+        old, new = before.get(path), after.get(path)
+        if old is None or new is None:
+            raise TypeError(
+                f"the environment's state has {key} only {'after a step' if old is None else 'at reset'}. Reset and "
+                "step must return the same structure: create every entry of info and metrics in reset too."
+            )
+        widened = jnp.promote_types(old.dtype, new.dtype) == new.dtype or jnp.promote_types(
+            old.dtype, new.dtype
+        ) == old.dtype if not jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key) else old.dtype == new.dtype
+        if old.shape != new.shape or not widened:
+            raise TypeError(
+                f"the environment's state{key} is {old.dtype}{list(old.shape[1:])} at reset and "
+                f"{new.dtype}{list(new.shape[1:])} after a step. Both must be the same: fix reset or step."
+            )
+    if jax.tree.structure(given) != jax.tree.structure(returned):
+        raise TypeError(
+            f"the environment's state is {jax.tree.structure(given)} at reset and {jax.tree.structure(returned)} "
+            "after a step. Both must be the same kind of object."
+        )
+
+
+def tree_where(condition: Bool[Array, " batch"], if_true: Any, if_false: Any) -> Any:
+    """`jnp.where` on every leaf, with the condition along the leading axis."""
+
+    def where(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(where, if_true, if_false)
+
+
+# --- fresh episodes -------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ResetPool(Replaceable):
+    """One fresh initial state per environment, to be taken where an episode ends.
+
+    Resetting every environment at every step costs as much as stepping it; a pool costs one reset per iteration. An
+    environment whose episode ends twice within a rollout would find its state taken, so the pool is drawn anew then:
+    no initial state is ever used twice.
+    """
+
+    states: Any
+    taken: Bool[Array, " batch"]
+    key: PRNGKeyArray
+    draws: Int[Array, ""]
+
+
+def new_reset_pool(env: Any, key: PRNGKeyArray, n_envs: int) -> ResetPool:
+    """A full pool."""
+    states = reset(env, jax.random.fold_in(key, 0), n_envs)
+    return ResetPool(states, jnp.zeros(n_envs, bool), key, jnp.ones((), jnp.int32))
+
+
+def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batch"]) -> tuple[Any, ResetPool]:
+    """Put fresh initial states where `done`."""
+
+    def exhausted(pool: ResetPool) -> Bool[Array, ""]:
+        return jnp.any(done & pool.taken)
+
+    def redraw(pool: ResetPool) -> ResetPool:
+        states = reset(env, jax.random.fold_in(pool.key, pool.draws), done.shape[0])
+        return ResetPool(states, jnp.zeros_like(pool.taken), pool.key, pool.draws + 1)
+
+    # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
+    pool = jax.lax.while_loop(exhausted, redraw, pool)
+    return tree_where(done, pool.states, env_states), pool.replace(taken=pool.taken | done)
+
+
+# --- what a step said -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rewards and endings of one step of every environment; nothing in it is NaN or infinite."""
+
+    rewards: Any
+    done: Bool[Array, " batch"]
+    truncated: Bool[Array, " batch"]
+    nonfinite: Bool[Array, " batch"]
+
+
+def read_outcome(env_states: Any) -> Outcome:
+    """Rewards and endings; an environment that went non-finite counts as terminated with reward 0."""
+    nonfinite = nonfinite_rows(env_states)
+    truncated = _flag(env_states, "truncated") | _flag(env_states, "truncation")
+    done = env_states.done.astype(bool) | truncated | nonfinite
+    rewards = jax.tree.map(
+        lambda reward: jnp.where(nonfinite, 0.0, reward.astype(jnp.float32)),
+        env_states.reward,
+    )
+    return Outcome(rewards, done, truncated & ~nonfinite, nonfinite)
+
+
+def nonfinite_rows(env_states: Any) -> Bool[Array, " batch"]:
+    """Which environments hold a NaN, or an infinity in observation or reward.
+
+    An infinity elsewhere in the state may be meant (a bound, a distance to nothing).
+    """
+    batch = env_states.done.shape[0]
+    finite = jnp.ones(batch, bool)
+    for leaf in jax.tree.leaves((env_states.obs, env_states.reward)):
+        finite &= _rows(leaf, jnp.isfinite, batch)
+    for leaf in jax.tree.leaves(env_states):
+        finite &= _rows(leaf, lambda x: x == x, batch)
+    return ~finite
+
+
+def _rows(leaf: jax.Array, check: Any, batch: int) -> Bool[Array, " batch"]:
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.ones(batch, bool)
+    return jnp.all(check(leaf).reshape(batch, -1), axis=1)
+
+
+def _without_nonfinite(env_states: Any) -> Any:
+    """Replace initial states that are not finite by finite ones of other environments."""
+    bad = nonfinite_rows(env_states)
+    rows = jnp.arange(bad.shape[0])
+    source = jnp.where(bad, jnp.argmin(bad), rows)
+    return jax.lax.cond(jnp.any(bad), lambda s: jax.tree.map(lambda x: x[source], s), lambda s: s, env_states)
+
+
+def _flag(env_states: Any, name: str) -> Bool[Array, " batch"]:
+    flag = env_states.info.get(name) if hasattr(env_states.info, "get") else None
+    return jnp.zeros(env_states.done.shape, bool) if flag is None else flag.astype(bool)
+
+
+# --- training -------------------------------------------------------------------------------------------------
+
+
+def unroll(env: Any, config: PPOConfig, state: TrainingState) -> tuple[TrainingState, Transition]:
+    """Step every environment `rollout_length` times with the current policy.
+
+    Returns:
+      The state with environments, carries and random streams moved on, and the transitions [time, batch, ...].
+    """
+    pool = new_reset_pool(env, stream_key(state.rng_key, Stream.RESET_POOL, state.iteration), config.n_envs)
+
+    def one_step(carry: Any, _: None) -> tuple[Any, Transition]:
+        variables, network_states, env_states, pool = carry
+        obs = env_states.obs
+        out, variables = functional.apply(state.graphdef, state.params, variables, network_states, obs)
+        next_env_states = step(env, env_states, out.output.actions)
+        outcome = read_outcome(next_env_states)
+        transition = Transition(
+            obs=obs,
+            network_output=out.output,
+            rewards=outcome.rewards,
+            done=outcome.done,
+            truncated=outcome.truncated,
+            final_values=_final_values(state, variables, out.next_state, next_env_states.obs, outcome.truncated),
+            nonfinite=outcome.nonfinite,
+            metrics=_step_metrics(config.logging_level, next_env_states, out.metrics, outcome.nonfinite),
+            rollout_extras=out.rollout_extras,
+        )
+        network_states = reset_carry(state.graphdef, state.params, variables, out.next_state, outcome.done)
+        next_env_states, pool = restart(env, pool, next_env_states, outcome.done)
+        return (variables, network_states, next_env_states, pool), transition
+
+    carry = (state.variables, state.network_states, state.env_states, pool)
+    (variables, network_states, env_states, _), transitions = jax.lax.scan(
+        one_step, carry, None, length=config.rollout_length
+    )
+    return state.replace(variables=variables, network_states=network_states, env_states=env_states), transitions
+
+
+def _final_values(
+    state: TrainingState, variables: nnx.State, carry: ModuleState, obs: Any, truncated: Bool[Array, " batch"]
+) -> Any:
+    """The critic's view of final, pre-reset observations. Few steps end at a time limit: most skip the pass."""
+
+    def values() -> Any:
+        out, _ = functional.apply(state.graphdef, state.params, variables, carry, obs)
+        return jax.tree.map(lambda v: jnp.where(truncated, v, 0.0), out.output.value_estimates)
+
+    shapes = jax.eval_shape(values)
+    return jax.lax.cond(
+        jnp.any(truncated), values, lambda: jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)
+    )
+
+
+def reset_carry(
+    graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State, carry: ModuleState, done: Bool[Array, " batch"]
+) -> ModuleState:
+    """Start the network's carry afresh where an episode ended."""
+    if functional.is_stateless(carry):
+        return carry
+    return tree_where(done, functional.merge(graphdef, params, variables).reset_state(carry), carry)
+
+
+def _step_metrics(level: LoggingLevel, env_states: Any, network_metrics: Any, nonfinite: jax.Array) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    if LoggingLevel.ENV_METRICS in level:
+        zero = lambda m: tree_where(nonfinite, jnp.zeros_like(m), m)
+        metrics["env"] = jax.tree.map(zero, env_states.metrics)
+    if LoggingLevel.NETWORK_METRICS in level:
+        metrics["net"] = network_metrics
+    return metrics
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Episodes:
+    """What evaluation knows of its episodes, one per environment."""
+
+    rewards: Any
+    """Sum over the episode, per reward term, each [batch]."""
+    lifespan: Int[Array, " batch"]
+    """Steps of the episode, the ending step included."""
+    metrics: dict[str, Any]
+    """`env` and `net` metrics summed over the episode and divided by its lifespan."""
+
+
+def evaluate(
+    env: Any,
+    config: EvalConfig,
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    variables: nnx.State,
+    key: PRNGKeyArray,
+) -> Episodes:
+    """One whole episode in each of `config.n_envs` environments; ends as soon as the last one has.
+
+    `graphdef` is the network in evaluation mode. Its random streams are a copy: nothing here reaches training.
+    """
+    env_states = reset(env, key, config.n_envs)
+    network = functional.merge(graphdef, params, variables)
+    carry = network.initialize_state(config.n_envs)
+
+    def one_step(variables: nnx.State, carry: ModuleState, env_states: Any) -> tuple[Any, ...]:
+        out, variables = functional.apply(graphdef, params, variables, carry, env_states.obs)
+        next_states = step(env, env_states, out.output.actions)
+        metrics = _step_metrics(config.logging_level, next_states, out.metrics, nonfinite_rows(next_states))
+        return variables, out.next_state, next_states, metrics
+
+    metric_shapes = jax.eval_shape(one_step, variables, carry, env_states)[3]
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+    episodes = Episodes(zeros(env_states.reward), jnp.zeros(config.n_envs, jnp.int32), zeros(metric_shapes))
+
+    def running(loop: Any) -> Bool[Array, ""]:
+        t, alive, *_ = loop
+        return jnp.any(alive) & (t < config.max_episode_length)
+
+    def body(loop: Any) -> Any:
+        t, alive, variables, carry, env_states, episodes = loop
+        variables, carry, next_states, metrics = one_step(variables, carry, env_states)
+        outcome = read_outcome(next_states)
+        add = lambda total, new: total + tree_where(alive, new.astype(jnp.float32), jnp.zeros_like(total))
+        episodes = Episodes(
+            jax.tree.map(add, episodes.rewards, outcome.rewards),
+            episodes.lifespan + alive,
+            jax.tree.map(add, episodes.metrics, metrics),
+        )
+        # An ended episode stays where it is, so that what follows its end cannot overflow or turn into NaN.
+        env_states = tree_where(alive & ~outcome.done, next_states, env_states)
+        return t + 1, alive & ~outcome.done, variables, carry, env_states, episodes
+
+    loop = (jnp.zeros((), jnp.int32), jnp.ones(config.n_envs, bool), variables, carry, env_states, episodes)
+    *_, episodes = jax.lax.while_loop(running, body, loop)
+    per_step = lambda total: total / _like(episodes.lifespan, total)
+    return Episodes(episodes.rewards, episodes.lifespan, jax.tree.map(per_step, episodes.metrics))
+
+
+def _like(x: jax.Array, target: jax.Array) -> jax.Array:
+    return x.reshape(x.shape + (1,) * (target.ndim - x.ndim))
+
+
+# --- video ----------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Recording:
+    """One recorded episode: the states before and after each step, of which `length + 1` are valid."""
+
+    states: Any
+    length: Int[Array, ""]
+    reward: Float[Array, ""]
+
+
+def record_episode(
+    env: Any,
+    episode_length: int,
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    variables: nnx.State,
+    key: PRNGKeyArray,
+) -> Recording:
+    """Run one deterministic episode and keep what rendering needs.
+
+    That is `env.render_state(state)` where an environment offers it, else the whole state.
+    """
+    slim = getattr(env, "render_state", lambda state: state)
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    env_states = reset(env, key, 1)
+    carry = functional.merge(graphdef, params, variables).initialize_state(1)
+    frame = slim(first(env_states))
+    states = jax.tree.map(lambda x: jnp.broadcast_to(x, (episode_length + 1, *x.shape)), frame)
+    put = lambda states, t, frame: jax.tree.map(lambda buffer, x: buffer.at[t].set(x), states, frame)
+
+    def running(loop: Any) -> Bool[Array, ""]:
+        t, done, *_ = loop
+        return ~done & (t < episode_length)
+
+    def body(loop: Any) -> Any:
+        t, _, variables, carry, env_states, states, total = loop
+        out, variables = functional.apply(graphdef, params, variables, carry, env_states.obs)
+        env_states = step(env, env_states, out.output.actions)
+        outcome = read_outcome(env_states)
+        total += sum(reward[0] for reward in jax.tree.leaves(outcome.rewards))
+        states = put(states, t + 1, slim(first(env_states)))
+        return t + 1, outcome.done[0], variables, out.next_state, env_states, states, total
+
+    loop = (
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), bool),
+        variables,
+        carry,
+        env_states,
+        states,
+        jnp.zeros(()),
+    )
+    length, _, _, _, _, states, total = jax.lax.while_loop(running, body, loop)
+    return Recording(states, length, total)
+
+
+def trajectory(recording: Recording) -> list[Any]:
+    """The recorded states as a list of `length + 1`, on the host; one transfer."""
+    states, length = jax.device_get((recording.states, recording.length))
+    return [jax.tree.map(lambda x: x[t], states) for t in range(int(length) + 1)]
