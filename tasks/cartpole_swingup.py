@@ -16,6 +16,7 @@ EPISODE_LENGTH = 1000  # 10 s
 def make_env(physics: str | None = None) -> Any:
     """dm_control's cartpole with its time limit."""
     from envs.cartpole import Cartpole
+
     from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
 
     return EpisodeWrapper(Cartpole(swing_up=True, physics=physics), EPISODE_LENGTH)

@@ -1,7 +1,8 @@
 """The command line of `scripts/train.py`. Imports no JAX, so `--help` and `--list` are instant."""
 
 import dataclasses
-import sys
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -200,6 +201,7 @@ def _tyro(argv: list[str], defaults: Options, description: str) -> Options:
         return tyro.cli(Options, prog=_PROGRAM, description=description, args=words, default=defaults)
 
 
-def program_name() -> str:
-    """How this program was started, for commands that are shown to be copied."""
-    return f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else sys.argv[0]
+def command_to_copy(script: str, *words: str) -> str:
+    """A shell command that runs a script as this one was run: by `uv run` or by `python`."""
+    runner = ["uv", "run"] if "UV_RUN_RECURSION_DEPTH" in os.environ else ["python"]
+    return shlex.join([*runner, script, *words])

@@ -29,8 +29,9 @@ def use_compilation_cache() -> Path | None:
     """
     import jax
 
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen:
+        return Path(chosen)
     folder = cache_folder()
     if folder is None:
         return None

@@ -1,4 +1,4 @@
-"""What a run shows: a header, progress and a footer."""
+"""What a run shows before and after its progress: a header and a footer."""
 
 import os
 import time
@@ -8,23 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from nnx_ppo.algorithms.config import LoggingLevel
 
-PLAIN_LINE_SECONDS = 10.0
-"""Where there is no terminal, a line at most this often, and after each evaluation."""
+RETURN, RETURN_STD = "eval/episode_reward/mean", "eval/episode_reward/std"
 _PHYSICS = {"native": "MuJoCo's C engine", "jax": "MJX", "warp": "MJX-Warp"}
-_RETURN, _LENGTH = "eval/episode_reward/mean", "eval/lifespan/mean"
 
 
 def show_header(console: Console, title: str, summary: str, rows: Mapping[str, str]) -> None:
     """The title in bold, then name and value in two columns."""
     console.print()
-    console.print(Text.assemble((title, "bold"), "  ", summary))
-    console.print(_two_columns(rows))
+    console.print(Text.assemble((title, "bold"), "  ", summary), soft_wrap=True)
+    _show_rows(console, rows)
     console.print()
 
 
@@ -67,98 +63,65 @@ def changes_line(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return "\n".join(f"{name} {_short(before)} -> {_short(after)}" for name, (before, after) in changes.items())
 
 
-class ProgressReport:
-    """A `log_fn` that shows how far a run is: a live bar on a terminal, else a line now and then.
+class RunSummary:
+    """A `log_fn` that keeps what the footer says, and shows that the run compiles until the first record comes."""
 
-    It also adds up the `time/...` metrics for the footer. Use it as a context manager.
-    """
+    synchronous = True
 
-    def __init__(self, console: Console, total_steps: int, first_step: int = 0):
-        self.console = console
-        self.total_steps = total_steps
+    def __init__(self, console: Console, started: float, first_step: int = 0):
+        """`started` is the `time.monotonic()` at the start of the program."""
         self.phase_seconds: dict[str, float] = defaultdict(float)
+        """The `time/...` metrics, added up."""
         self.best: tuple[float, int] | None = None
         """Best evaluation return and the step it was seen at."""
-        self.steps = self.first_step = first_step
-        self.started = self._line_shown = time.monotonic()
         self.first_iteration_seconds: float | None = None
-        self._speed = _Speed()
-        self._return: float | None = None
-        self._length: float | None = None
-        self._reward: float | None = None
-        self._bar = _bar(console) if console.is_terminal else None
-        self._bar_task = None
+        self._console = console
+        self._started = started
+        self._points: list[tuple[float, int]] = []
+        self._first_step = first_step
+        self._status = console.status("compiling (once; the next start of this run finds it in the cache)")
 
-    def __enter__(self) -> "ProgressReport":
-        if self._bar:
-            self._bar_task = self._bar.add_task(
-                "compiling", total=self.total_steps, completed=self.first_step, status=""
-            )
-            self._bar.start()
+    def __enter__(self) -> "RunSummary":
+        if self._console.is_terminal:
+            self._status.start()
         else:
-            self.console.print("compiling ...")
+            self._console.print("compiling ...")
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._status.stop()
 
     def __call__(self, metrics: Mapping[str, Any], steps: int) -> None:
-        """Take in the metrics of an iteration."""
+        """Take in one record."""
+        self._status.stop()
         for name, value in metrics.items():
             if name.startswith("time/"):
                 self.phase_seconds[name.removeprefix("time/").removesuffix("_s")] += float(value)
-        if "rollout_batch/reward/mean" in metrics:
-            self._reward = float(metrics["rollout_batch/reward/mean"])
-        evaluated = _RETURN in metrics
-        if evaluated:
-            self._return = float(metrics[_RETURN])
-            self._length = _mean_length(metrics)
-            if self.best is None or self._return > self.best[0]:
-                self.best = (self._return, steps)
-        if steps > self.steps:
-            self._speed.add(steps)
+        if RETURN in metrics and (self.best is None or float(metrics[RETURN]) > self.best[0]):
+            self.best = (float(metrics[RETURN]), steps)
+        if steps > self._first_step:
             if self.first_iteration_seconds is None:
-                self.first_iteration_seconds = time.monotonic() - self.started
-        self.steps = steps
-        self._show(evaluated)
+                self.first_iteration_seconds = time.monotonic() - self._started
+            self._points = [*self._points[:1], (time.monotonic(), steps)]
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the program started."""
+        return time.monotonic() - self._started
 
     @property
     def steps_per_second(self) -> float | None:
         """Environment steps per second since the first iteration; None before the second."""
-        return self._speed.overall
-
-    def _show(self, evaluated: bool) -> None:
-        if self._bar and self._bar_task is not None:
-            compiling = self.steps <= self.first_step
-            self._bar.update(
-                self._bar_task,
-                completed=min(self.steps, self.total_steps),
-                description="compiling" if compiling else "training",
-                status=self._status(),
-            )
-        elif evaluated or time.monotonic() - self._line_shown >= PLAIN_LINE_SECONDS or self.steps >= self.total_steps:
-            self._line_shown = time.monotonic()
-            self.console.print(f"{self.steps:>12,} / {self.total_steps:,} steps  {self._status()}", soft_wrap=True)
-
-    def _status(self) -> str:
-        parts = []
-        if (speed := self._speed.recent) is not None:
-            parts.append(f"{speed:,.0f} steps/s")
-        if self._return is not None:
-            length = f" over {self._length:.0f} steps" if self._length is not None else ""
-            parts.append(f"eval return {self._return:.1f}{length}")
-        if self._reward is not None:
-            parts.append(f"reward {self._reward:.3g}")
-        if speed and self.steps < self.total_steps:
-            parts.append(f"{_duration((self.total_steps - self.steps) / speed)} left")
-        return "  ".join(parts)
+        if len(self._points) < 2:
+            return None
+        (t0, s0), (t1, s1) = self._points
+        return (s1 - s0) / (t1 - t0)
 
 
 def show_footer(
     console: Console,
     title: str,
-    report: ProgressReport,
+    summary: RunSummary,
     eval_history: Sequence[Mapping[str, Any]],
     files: Mapping[str, str],
 ) -> None:
@@ -166,81 +129,29 @@ def show_footer(
     rows: dict[str, str] = {}
     if eval_history:
         last = eval_history[-1]
-        rows["final return"] = f"{float(last[_RETURN]):.1f} ± {float(last['eval/episode_reward/std']):.1f}"
-        if report.best is not None:
-            rows["best return"] = f"{report.best[0]:.1f} at step {report.best[1]:,}"
-    elapsed = time.monotonic() - report.started
-    rows["time"] = _duration(elapsed)
-    if report.first_iteration_seconds is not None:
-        rows["time"] += f", first iteration after {report.first_iteration_seconds:.1f} s"
-    phases = {name: seconds for name, seconds in report.phase_seconds.items() if seconds >= 0.05}
+        rows["final return"] = f"{float(last[RETURN]):.1f} ± {float(last[RETURN_STD]):.1f}"
+        if summary.best is not None:
+            rows["best return"] = f"{summary.best[0]:.1f} at step {summary.best[1]:,}"
+    rows["time"] = _duration(summary.elapsed_seconds)
+    if summary.first_iteration_seconds is not None:
+        rows["time"] += f", first iteration after {summary.first_iteration_seconds:.1f} s"
+    phases = {name: seconds for name, seconds in summary.phase_seconds.items() if seconds >= 0.05}
     if phases:
         rows["of it"] = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in phases.items())
-    if report.steps_per_second is not None:
-        rows["speed"] = f"{report.steps_per_second:,.0f} steps/s, everything included"
+    if summary.steps_per_second is not None:
+        rows["speed"] = f"{summary.steps_per_second:,.0f} steps/s, everything included"
     console.print()
     console.print(Text(title, "bold"))
-    console.print(_two_columns({**rows, **files}))
+    _show_rows(console, {**rows, **files})
 
 
-class _Speed:
-    """Steps per second, over all and over the last half minute."""
-
-    def __init__(self) -> None:
-        self._points: list[tuple[float, int]] = []
-
-    def add(self, steps: int) -> None:
-        self._points.append((time.monotonic(), steps))
-        while len(self._points) > 3 and self._points[-1][0] - self._points[2][0] > 30:
-            del self._points[1]  # The first stays, for the overall speed.
-
-    @property
-    def overall(self) -> float | None:
-        return self._between(0)
-
-    @property
-    def recent(self) -> float | None:
-        return self._between(1) if len(self._points) > 2 else self._between(0)
-
-    def _between(self, start: int) -> float | None:
-        if len(self._points) < 2:
-            return None
-        (t0, s0), (t1, s1) = self._points[start], self._points[-1]
-        return (s1 - s0) / (t1 - t0) if t1 > t0 else None
-
-
-class _Steps(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.completed:,.0f} / {task.total or 0:,.0f}", "progress.download")
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        _Steps(),
-        TextColumn("{task.fields[status]}"),
-        console=console,
-        refresh_per_second=4,
-    )
-
-
-def _two_columns(rows: Mapping[str, str]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+def _show_rows(console: Console, rows: Mapping[str, str]) -> None:
+    # No table: it would break long commands and paths into lines that cannot be copied.
+    width = max(map(len, rows)) + 4
     for name, value in rows.items():
-        table.add_row(f"  {name}", Text(value))
-    return table
-
-
-def _mean_length(metrics: Mapping[str, Any]) -> float | None:
-    # With percentiles asked for, the mean is not there; the median says as much.
-    for name in (_LENGTH, "eval/lifespan/p50"):
-        if name in metrics:
-            return float(metrics[name])
-    return None
+        for i, line in enumerate(value.splitlines()):
+            label = f"  {name}".ljust(width) if i == 0 else " " * width
+            console.print(Text.assemble((label, "dim"), line), soft_wrap=True)
 
 
 def _short(value: Any) -> str:

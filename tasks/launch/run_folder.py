@@ -13,11 +13,12 @@ runs/<task>/<time>-<seed>/
 
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,13 @@ class RunRecord:
     config: TrainConfig
     command: tuple[str, ...]
     versions: Mapping[str, str]
-    git_commit: str | None
+    git: Mapping[str, Any]
+    """`commit` and whether it was `dirty`; empty outside a repository."""
     device: str
     started: str
     """Local time, ISO 8601."""
+    wandb_id: str | None = None
+    """The Weights & Biases run that it is logged to."""
     format: int = _FORMAT
     """Version of this file's layout."""
 
@@ -108,16 +112,16 @@ class RunFolder:
         """
         if out is None:
             time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-            out = Path("runs") / task / f"{time}-{seed}"
-            out = next(path for path in _numbered(out) if not path.exists())
-        out = out.expanduser()
-        if out.exists():
-            advice = (
-                f"To continue that run, use --resume {out}. For a new run" if _is_run(out) else "Nothing is overwritten"
-            )
-            raise RunFolderError(f"the run folder {str(out)!r} exists already. {advice}, give another --out, or none.")
-        check_disk(out)
-        return cls(out)
+            path = _unused(Path("runs") / task / f"{time}-{seed}")
+        else:
+            path = out.expanduser()
+        if path.exists():
+            advice = "Nothing is overwritten: give another --out, or none."
+            if _is_run(path):
+                advice = f"To continue that run, use --resume {path}; for a new one give another --out, or none."
+            raise RunFolderError(f"the run folder {str(path)!r} exists already. {advice}")
+        check_disk(path)
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -211,12 +215,6 @@ def check_disk(path: Path) -> None:
     folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not folder.is_dir():
         raise RunFolderError(f"{str(path)!r} cannot be made: {str(folder)!r} is a file. {advice}")
-    free = shutil.disk_usage(folder).free
-    if free < FREE_BYTES_NEEDED:
-        raise RunFolderError(
-            f"the disk of {str(folder)!r} has {free / 2**20:.0f} MB left, and a run needs "
-            f"{FREE_BYTES_NEEDED / 2**20:.0f} MB. Make room, or give another place with --out."
-        )
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".write_test_") as probe:
             (Path(probe) / "file").write_bytes(bytes(2**20))
@@ -224,23 +222,21 @@ def check_disk(path: Path) -> None:
         raise RunFolderError(
             f"nothing can be written in {str(folder)!r}: {error.strerror or error}. {advice}"
         ) from error
-
-
-def shell_command(words: Sequence[str]) -> str:
-    """A command to copy into a shell."""
-    import shlex
-
-    return shlex.join(words)
+    free = shutil.disk_usage(folder).free
+    if free < FREE_BYTES_NEEDED:
+        raise RunFolderError(
+            f"the disk of {str(folder)!r} has {free / 2**20:.0f} MB left, and a run needs "
+            f"{FREE_BYTES_NEEDED / 2**20:.0f} MB. Make room, or give another place with --out."
+        )
 
 
 def _is_run(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def _numbered(path: Path) -> Any:
-    yield path
-    for i in range(2, 1_000_000):
-        yield path.with_name(f"{path.name}-{i}")
+def _unused(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
 def _runs_nearby(path: Path) -> str:

@@ -1,0 +1,252 @@
+#!/usr/bin/env python
+"""Train a task: `python scripts/train.py --task humanoid`. `--help` shows every flag, `--list` the tasks."""
+
+import contextlib
+import datetime
+import logging
+import os
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
+
+# Nothing here may import JAX: --help and --list are to be instant. What needs it is imported where it is used.
+import tasks
+from tasks.launch import report
+from tasks.launch.code_state import describe_code, git_diff
+from tasks.launch.command_line import Command, UsageError, changed_fields, command_to_copy, list_of_tasks, parse
+from tasks.launch.compilation_cache import use_compilation_cache
+from tasks.launch.interrupt import StopOnSignal
+from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
+
+if TYPE_CHECKING:
+    from nnx_ppo.algorithms.types import TrainingState, TrainResult
+    from nnx_ppo.loggers import Logger
+
+FAILED, WRONG_USAGE = 1, 2
+SHOWN_VERSIONS = ("python", "jax", "flax", "mujoco", "mujoco-mjx")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 finished, 1 training failed, 2 wrong usage, 130 or 143 interrupted and resumable."""
+    started = time.monotonic()
+    console = Console(highlight=False)
+    try:
+        command = parse(sys.argv[1:] if argv is None else argv)
+        if command is None:
+            for name, summary in list_of_tasks():
+                console.print(f"{name:<18} {summary}", soft_wrap=True)
+            return 0
+        return train(command, console, started)
+    except (UsageError, RunFolderError) as error:
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        return WRONG_USAGE
+
+
+def train(command: Command, console: Console, started: float) -> int:
+    """Carry out a parsed command; returns the exit code."""
+    task, config = command.task, command.config
+    run = command.resumed or RunFolder.plan(command.options.out, task.name, config.seed)
+    show_warnings(console)
+
+    with console.status("starting JAX"):
+        from flax import nnx
+
+        use_compilation_cache()
+        env = task.make_env(command.options.physics)
+        networks = task.make_networks(env, nnx.Rngs(config.seed))
+        initial_state, first_step = restore(command, env, networks)
+        if command.resumed:
+            record = run.read_record()
+        else:
+            record = new_record(command, env)
+            run.create(record, git_diff(code_folder(command)))
+    wandb_mode = command.options.wandb or default_wandb_mode(command.options.smoke)
+    report.show_header(console, task.name, task.summary, header(command, run, env, networks, wandb_mode))
+
+    stop = StopOnSignal()
+    summary = report.RunSummary(console, started, first_step)
+    with stop, make_logger(command, run, record, env, summary, wandb_mode) as logger, summary:
+        try:
+            result = run_training(command, run, env, networks, initial_state, logger, stop)
+        except FloatingPointError as error:  # Its message says what became non-finite, and when.
+            summary.__exit__()
+            console.print(Text.assemble(("training failed: ", "bold red"), str(error)), soft_wrap=True)
+            console.print(f"run folder  {report.relative(run.path)}", soft_wrap=True)
+            return FAILED
+    draw_learning_curve(run)
+    title = "finished" if not stop.received else f"interrupted by {stop.received.name} at step {result.total_steps:,}"
+    report.show_footer(
+        console, title, summary, result.eval_history, files(command, run, interrupted=stop.received is not None)
+    )
+    return stop.exit_code
+
+
+def run_training(
+    command: Command,
+    run: RunFolder,
+    env: Any,
+    networks: Any,
+    initial_state: "TrainingState | None",
+    logger: "Logger",
+    stop: StopOnSignal,
+) -> "TrainResult":
+    from nnx_ppo.algorithms.checkpointing import make_checkpoint_fn
+    from nnx_ppo.algorithms.ppo import train_ppo
+
+    return train_ppo(
+        env,
+        networks,
+        command.config,
+        log_fn=logger,
+        video_fn=logger.video_fn,
+        checkpoint_fn=make_checkpoint_fn(run.checkpoints, command.config),
+        initial_state=initial_state,
+        stop_fn=stop,
+    )
+
+
+def restore(command: Command, env: Any, networks: Any) -> "tuple[TrainingState | None, int]":
+    """The state of the last checkpoint and its step, if this command resumes a run."""
+    if command.resumed is None:
+        return None, 0
+    from nnx_ppo.algorithms.checkpointing import latest_checkpoint, load_checkpoint
+
+    checkpoint = latest_checkpoint(command.resumed.checkpoints)
+    if checkpoint is None:
+        raise UsageError(
+            f"{str(command.resumed.path)!r} has no checkpoint yet, so there is nothing to continue from. Start anew."
+        )
+    raise NotImplementedError(load_checkpoint)
+
+
+def new_record(command: Command, env: Any) -> RunRecord:
+    """What `config.json` will say."""
+    from nnx_ppo.loggers.provenance import git_state, versions
+
+    return RunRecord(
+        task=command.task.name,
+        task_file=command.task_file,
+        physics=getattr(env, "impl", None),
+        config=command.config,
+        command=tuple(sys.argv[:1]) + command.argv,
+        versions=versions(),
+        git=git_state(code_folder(command)),
+        device=report.device_line(),
+        started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        wandb_id=secrets.token_hex(4),
+    )
+
+
+def code_folder(command: Command) -> Path:
+    """Where the code of the task lies: the repository around it is the one whose commit counts."""
+    return command.task_file.parent if command.task_file else Path(tasks.__file__).parent
+
+
+def header(command: Command, run: RunFolder, env: Any, networks: Any, wandb_mode: str) -> dict[str, str]:
+    """Name and value of each line that a run starts with."""
+    from nnx_ppo.loggers.provenance import versions
+
+    config, found = command.config, versions()
+    batch = config.ppo.n_envs * config.ppo.rollout_length
+    rows = {
+        "seed": str(config.seed),
+        "device": report.device_line(),
+        "physics": report.physics_line(env),
+        "network": report.parameter_line(networks),
+        "training": f"{config.ppo.total_steps:,} steps, {batch:,} in each iteration "
+        f"({config.ppo.n_envs} environments x {config.ppo.rollout_length})",
+        "changed": report.changes_line(changed_fields(command.task.config, config)),
+        "versions": ", ".join(
+            f"{name} {found[name]}" for name in ("jax", "flax", "mujoco", "mujoco-mjx") if name in found
+        ),
+        "code": describe_code(code_folder(command)),
+        "W&B": wandb_mode,
+        "run folder": report.relative(run.path),
+    }
+    if command.options.smoke:
+        rows["changed"] = "all sizes, by --smoke: this only shows that everything works"
+    return rows
+
+
+def make_logger(
+    command: Command, run: RunFolder, record: RunRecord, env: Any, summary: report.RunSummary, wandb_mode: str
+) -> "Logger":
+    """Everything that metrics and videos go to."""
+    from nnx_ppo.algorithms.config import to_plain
+    from nnx_ppo.loggers import Console as ConsoleSink
+    from nnx_ppo.loggers import JsonLines, Logger, TensorBoard, Wandb
+
+    sinks: list[Any] = [
+        JsonLines(run.metrics_jsonl),
+        summary,
+        ConsoleSink(command.config.ppo.total_steps),
+        TensorBoard(run.tensorboard),
+    ]
+    if wandb_mode != "disabled":
+        sinks.append(
+            Wandb(
+                project=command.options.wandb_project,
+                mode=wandb_mode,  # type: ignore[arg-type]
+                directory=run.path,
+                name=f"{command.task.name} {run.path.name}",
+                group=command.task.name,
+                run_id=record.wandb_id,
+                config={"task": command.task.name, **to_plain(command.config)},
+            )
+        )
+    return Logger(*sinks, video_directory=run.videos, fps=1 / getattr(env, "dt", 1 / 30))
+
+
+def draw_learning_curve(run: RunFolder) -> None:
+    from nnx_ppo.loggers import plot_learning_curve
+
+    # A run without an evaluation has no learning curve.
+    with contextlib.suppress(ValueError):
+        plot_learning_curve(run.path, run.learning_curve)
+
+
+def default_wandb_mode(smoke: bool) -> str:
+    """`WANDB_MODE` if set, else online for those who are logged in, but not for a smoke run."""
+    from nnx_ppo.loggers.wandb_sink import logged_in
+
+    mode = os.environ.get("WANDB_MODE", "").lower()
+    if mode in ("online", "offline", "disabled"):
+        return mode
+    return "online" if not smoke and logged_in() else "disabled"
+
+
+def files(command: Command, run: RunFolder, interrupted: bool) -> dict[str, str]:
+    """What the footer says about where everything is, and what to do with it."""
+    rows = {"run folder": report.relative(run.path)}
+    if videos := run.videos_written():
+        rows["last video"] = report.relative(videos[-1])
+    if run.learning_curve.is_file():
+        rows["curve"] = report.relative(run.learning_curve)
+    script = Path(sys.argv[0])
+    if (plot := script.with_name("plot.py")).is_file():
+        rows["plot with"] = command_to_copy(str(plot), report.relative(run.path))
+    more = () if interrupted else ("--ppo.total-steps", str(2 * command.config.ppo.total_steps))
+    rows["resume with" if interrupted else "train on with"] = command_to_copy(
+        str(script), "--resume", report.relative(run.path), *more
+    )
+    return rows
+
+
+def show_warnings(console: Console) -> None:
+    """Warnings of the libraries appear above the progress bar instead of across it."""
+    handler = RichHandler(console=console, show_time=False, show_path=False, markup=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.captureWarnings(True)
+    warnings.formatwarning = lambda message, *_, **__: str(message)  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

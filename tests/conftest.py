@@ -1,0 +1,14 @@
+"""Settings for all tests: CPU, and compiled programs kept between test runs."""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Also for the scripts that tests start as processes of their own.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"nnx_ppo_tests_xla_{os.getuid()}")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+# Whoever runs the tests may be logged in to W&B; tests are not to write there.
+os.environ["WANDB_MODE"] = "disabled"
