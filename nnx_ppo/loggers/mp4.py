@@ -63,6 +63,8 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray | Iterable[np.nda
                 writer.add_image(np.pad(frame, padding, mode="edge"))
                 frame = next(frames, None)
         os.replace(unfinished, path)
+    except BrokenPipeError as error:
+        raise OSError(f"{ffmpeg} ended before it had all frames of {path}; is the disk full?") from error
     finally:
         unfinished.unlink(missing_ok=True)
     return path

@@ -94,7 +94,7 @@ def _series(points: Iterable[tuple[str, int, float]]) -> Series:
 
 
 def _event_points(run_dir: Path) -> Iterator[tuple[str, int, float]]:
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     paths = sorted(run_dir.rglob("events.out.tfevents.*"), key=lambda path: path.name)
     if not paths:

@@ -54,12 +54,12 @@ class Wandb:
         video_key: str = "eval_video",
         **init: Any,
     ):
-        mode = mode or os.environ.get("WANDB_MODE", "online")  # pyright: ignore[reportAssignmentType]
-        if mode not in ("online", "offline", "disabled"):
-            raise ValueError(f"mode={mode!r} (argument or WANDB_MODE): accepted are 'online', 'offline', 'disabled'.")
+        chosen: Any = mode or os.environ.get("WANDB_MODE", "online")
+        if chosen not in ("online", "offline", "disabled"):
+            raise ValueError(f"mode={chosen!r} (argument or WANDB_MODE): accepted are 'online', 'offline', 'disabled'.")
         self.run_id = run_id or secrets.token_hex(4)
         self.run: Any = None
-        self._mode = mode
+        self._mode = chosen
         self._video_key = video_key
         self._config = dict(config or {})
         self._init = {"project": project, "dir": directory, "name": name, "group": group, **init}
