@@ -62,7 +62,7 @@ def train(command: Command, console: Console, started: float) -> int:
         use_compilation_cache()
         env = task.make_env(command.options.physics)
         networks = task.make_networks(env, nnx.Rngs(config.seed))
-        initial_state, first_step = restore(command, env, networks)
+        initial_state, first_step = restore(command, networks)
         if command.resumed:
             record = run.read_record()
         else:
@@ -113,18 +113,29 @@ def run_training(
     )
 
 
-def restore(command: Command, env: Any, networks: Any) -> "tuple[TrainingState | None, int]":
+def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int]":
     """The state of the last checkpoint and its step, if this command resumes a run."""
     if command.resumed is None:
         return None, 0
-    from nnx_ppo.algorithms.checkpointing import latest_checkpoint, load_checkpoint
+    import jax
 
-    checkpoint = latest_checkpoint(command.resumed.checkpoints)
-    if checkpoint is None:
+    from nnx_ppo.algorithms.checkpointing import latest_checkpoint, load_checkpoint
+    from nnx_ppo.algorithms.optimizer import make_optimizer
+    from nnx_ppo.networks.functional import split
+
+    run = command.resumed
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        raise UsageError(f"{str(run.path)!r} has no checkpoint, so there is nothing to go on from: start a new run.")
+    _, params, _ = split(networks)
+    loaded = load_checkpoint(path, networks, jax.eval_shape(make_optimizer(command.config.ppo).init, params))
+    if loaded["step"] >= command.config.ppo.total_steps:
         raise UsageError(
-            f"{str(command.resumed.path)!r} has no checkpoint yet, so there is nothing to continue from. Start anew."
+            f"{str(run.path)!r} is at step {loaded['step']:,}, the end of its training. "
+            f"To train it on, add --ppo.total-steps {2 * loaded['step']}."
         )
-    raise NotImplementedError(load_checkpoint)
+    run.forget_metrics_after(loaded["step"])
+    return loaded["training_state"], loaded["step"]
 
 
 def new_record(command: Command, env: Any) -> RunRecord:

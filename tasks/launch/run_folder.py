@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -182,6 +183,15 @@ class RunFolder:
         except (KeyError, TypeError, ValueError) as error:
             raise RunFolderError(f"{self.config_json} is damaged ({type(error).__name__}: {error}).") from error
 
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the metrics of steps that a run killed after its last checkpoint will take once more."""
+        if not self.metrics_jsonl.is_file():
+            return
+        kept = [line for line in self.metrics_jsonl.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+        unfinished = self.metrics_jsonl.with_suffix(".unfinished")
+        unfinished.write_bytes(b"".join(kept))
+        os.replace(unfinished, self.metrics_jsonl)
+
     def task_file(self, record: RunRecord) -> Path:
         """The file of an outside task: where it was, or else the copy in the folder.
 
@@ -228,6 +238,13 @@ def check_disk(path: Path) -> None:
             f"the disk of {str(folder)!r} has {free / 2**20:.0f} MB left, and a run needs "
             f"{FREE_BYTES_NEEDED / 2**20:.0f} MB. Make room, or give another place with --out."
         )
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf  # Cut off when the process died.
 
 
 def _is_run(path: Path) -> bool:
