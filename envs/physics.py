@@ -21,6 +21,7 @@ import difflib
 import functools
 import importlib.util
 import io
+import math
 import os
 import re
 import threading
@@ -32,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import mujoco
 import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
 from mujoco.batch import DATA_FIELDS, Batch, SimulationError
 
 Impl = Literal["jax", "warp", "native"]
@@ -77,7 +79,7 @@ class Slot:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,33 +314,49 @@ class NativePhysics:
             jax.ShapeDtypeStruct((*lead, self.layout.n_state), jnp.float32),
             jax.ShapeDtypeStruct((*lead, self.layout.n_derived), jnp.float32),
         )
-        callback = functools.partial(self._run, n_substeps)
-        new_state, derived = jax.pure_callback(callback, results, state, ctrl, vmap_method="expand_dims")
+        if jax.default_backend() == "cpu":
+            # Reads and writes XLA's own buffers. pure_callback wraps its arguments in JAX arrays first, which costs
+            # more and, seen with JAX 0.10 and two host devices, can wait forever for a thread to copy them.
+            callback = buffer_callback(
+                functools.partial(self._run_on_buffers, n_substeps), results, vmap_method="expand_dims"
+            )
+            new_state, derived = callback(state, ctrl)
+        else:
+            callback = functools.partial(self._run_on_copies, n_substeps)
+            new_state, derived = jax.pure_callback(callback, results, state, ctrl, vmap_method="expand_dims")
         return Data(new_state, derived, self.layout)
 
-    def _run(self, n_substeps: int, state: Any, ctrl: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _run_on_buffers(self, n_substeps: int, _context: Any, out: tuple[Any, Any], state: Any, ctrl: Any) -> None:
+        self._run(n_substeps, np.asarray(state), np.asarray(ctrl), np.asarray(out[0]), np.asarray(out[1]))
+
+    def _run_on_copies(self, n_substeps: int, state: Any, ctrl: Any) -> tuple[np.ndarray, np.ndarray]:
+        state, ctrl = np.asarray(state), np.asarray(ctrl)
+        lead = np.broadcast_shapes(state.shape[:-1], ctrl.shape[:-1])
+        new_state = np.empty((*lead, self.layout.n_state), np.float32)
+        derived = np.empty((*lead, self.layout.n_derived), np.float32)
+        self._run(n_substeps, state, ctrl, new_state, derived)
+        return new_state, derived
+
+    def _run(
+        self, n_substeps: int, state: np.ndarray, ctrl: np.ndarray, new_state: np.ndarray, derived: np.ndarray
+    ) -> None:
         """The host side: ``n_substeps`` of mj_step, or mj_forward if that is 0. NumPy only.
+
+        Calling into JAX from here could deadlock.
 
         Args:
           n_substeps: physics steps.
           state: (..., n_state) packed states.
           ctrl: (..., nu) controls, leading axes broadcast against those of ``state``.
-
-        Returns:
-          (..., n_state) and (..., n_derived) float32.
+          new_state: (..., n_state) float32, written.
+          derived: (..., n_derived) float32, written.
         """
-        # Calling into JAX from here can deadlock; asarray of what JAX handed over only unwraps it.
-        state, ctrl = np.asarray(state), np.asarray(ctrl)
-        lead = np.broadcast_shapes(state.shape[:-1], ctrl.shape[:-1])
-        count = int(np.prod(lead))
-        layout = self.layout
-        new_state = np.empty((count, layout.n_state), np.float32)
-        derived = np.empty((count, layout.n_derived), np.float32)
+        lead = new_state.shape[:-1]
+        count = math.prod(lead)
         if count == 0:
-            return new_state.reshape(*lead, -1), derived.reshape(*lead, -1)
-
+            return
         with self._pool.batch(count) as batch, np.errstate(all="ignore"):
-            rows = batch.state.reshape(*lead, batch.nstate)
+            rows = batch.state.reshape(*lead, -1)
             for ours, theirs in self._runs:
                 rows[..., theirs] = state[..., ours]
             rows[..., self._pool.ctrl] = ctrl
@@ -346,7 +364,7 @@ class NativePhysics:
             # MuJoCo prints and logs a warning when its counter leaves zero. Starting at one keeps
             # standard error and the user's folder clean, and the counter still tells.
             batch.warning[:] = 1
-            failed: np.ndarray | None = None
+            bad = ~finite
             try:
                 ids = None if finite.all() else np.flatnonzero(finite)
                 if n_substeps:
@@ -354,20 +372,15 @@ class NativePhysics:
                 else:
                     batch.forward(ids)
             except SimulationError as error:
-                failed = error.ids
+                bad[error.ids] = True
             for ours, theirs in self._runs:
-                new_state[:, ours] = batch.state[:, theirs]
-            for name, slot in layout.derived:
-                derived[:, slot.start : slot.start + slot.size] = batch.bind(name).reshape(count, slot.size)
-            bad = ~finite
+                new_state[..., ours] = rows[..., theirs]
+            for name, slot in self.layout.derived:
+                derived[..., slot.start : slot.start + slot.size] = batch.bind(name).reshape(*lead, slot.size)
             bad |= (batch.warning[:, _FATAL_WARNINGS, 1] > 1).any(axis=1)
-            if failed is not None:
-                bad[failed] = True
-
         if bad.any():
-            new_state[bad] = np.nan
-            derived[bad] = np.nan
-        return new_state.reshape(*lead, -1), derived.reshape(*lead, -1)
+            new_state[bad.reshape(lead)] = np.nan
+            derived[bad.reshape(lead)] = np.nan
 
 
 class _BatchPool:
