@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, TypeVar
+from typing import Any, Literal, TypeVar
 
 
 class LoggingLevel(enum.Flag):
@@ -97,17 +97,17 @@ class PPOConfig:
     """Gradient steps per epoch; divides n_envs, because a minibatch takes whole sequences."""
     critic_loss_weight: float = 1.0
     """Coefficient of the value loss."""
-    gradient_clipping: Optional[float] = None
+    gradient_clipping: float | None = None
     """Largest global norm of a gradient before Adam; None does not clip."""
-    weight_decay: Optional[float] = None
+    weight_decay: float | None = None
     """If set, AdamW with this decay."""
     logging_level: LoggingLevel = LoggingLevel.LOSSES
     """Groups of metrics to compute."""
-    logging_percentiles: Optional[tuple[float, ...]] = None
+    logging_percentiles: tuple[float, ...] | None = None
     """If set, vector metrics become these percentiles instead of mean and standard deviation."""
     learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "constant"
     """linear: to zero at total_steps. adaptive: up or down after each update to hold its KL near target_kl."""
-    target_kl: Optional[float] = None
+    target_kl: float | None = None
     """Divergence from the policy that collected the data that an adaptive learning rate aims at (0.01 is usual)."""
     reward_scaling: float = 1.0
     """Factor on rewards for learning only: logged and evaluated rewards stay as the environment gave them."""
@@ -156,7 +156,7 @@ class EvalConfig:
     """An episode is cut after so many steps."""
     logging_level: LoggingLevel = LoggingLevel.NONE
     """NETWORK_METRICS and ENV_METRICS add `eval/net/*` and `eval/env/*`; other flags do nothing here."""
-    logging_percentiles: Optional[tuple[float, ...]] = (0, 25, 50, 75, 100)
+    logging_percentiles: tuple[float, ...] | None = (0, 25, 50, 75, 100)
     """Percentiles over episodes; None leaves mean and standard deviation."""
 
     def __post_init__(self):
@@ -301,9 +301,7 @@ def _optional(hint: Any) -> bool:
 def _refuse(config: Any, name: str, accepted: str) -> typing.NoReturn:
     spec = {f.name: f for f in dataclasses.fields(config)}[name]
     advice = "leave it out" if spec.default is dataclasses.MISSING else f"the default is {spec.default!r}"
-    raise ValueError(
-        f"{type(config).__name__}.{name}={getattr(config, name)!r}: {accepted} is accepted ({advice})."
-    )
+    raise ValueError(f"{type(config).__name__}.{name}={getattr(config, name)!r}: {accepted} is accepted ({advice}).")
 
 
 def _is_number(value: Any) -> bool:

@@ -186,7 +186,10 @@ class TrainingLoop:
     def _check_health(self, health: dict[str, Any], steps: int) -> None:
         if not health:
             return
-        new, self.nonfinite_steps = int(health["nonfinite_steps"]) - self.nonfinite_steps, int(health["nonfinite_steps"])
+        new, self.nonfinite_steps = (
+            int(health["nonfinite_steps"]) - self.nonfinite_steps,
+            int(health["nonfinite_steps"]),
+        )
         if new:
             warnings.warn(
                 f"{new} environment step(s) before step {steps:,} were not finite (NaN or infinity in observation, "

@@ -4,13 +4,11 @@ A metric is a flat dict entry; trees are flattened with `/`. Everything here run
 and returns scalars, so that an iteration's metrics are one small transfer.
 """
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from nnx_ppo.algorithms.rollout import Episodes
+from nnx_ppo.algorithms.tree_paths import flatten
 
 GLOSSARY: dict[str, str] = {
     "losses/actor_loss": "clipped surrogate loss of the policy, summed over action heads",
@@ -51,21 +49,6 @@ def reduce(
         found = jnp.percentile(values, jnp.asarray(percentiles, jnp.float32))
         metrics |= {f"{name}/p{p:g}": value for p, value in zip(percentiles, found, strict=True)}
     return metrics
-
-
-def flatten(prefix: str, tree: Any) -> dict[str, Array]:
-    """The leaves of a tree under `prefix/<path>`; a bare leaf under `prefix`."""
-    return {
-        "/".join([prefix, *map(path_entry, path)]): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-
-
-def path_entry(entry: Any) -> str:
-    """One step of a tree path as a word: a dict key, an attribute or an index."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
 
 
 def evaluation_metrics(episodes: Episodes, percentiles: tuple[float, ...] | None) -> dict[str, Array]:

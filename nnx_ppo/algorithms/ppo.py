@@ -20,12 +20,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from nnx_ppo.algorithms import rollout
+from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
-from nnx_ppo.algorithms.metrics import flatten
 from nnx_ppo.algorithms.optimizer import adapt_learning_rate, make_optimizer, schedule_learning_rate
 from nnx_ppo.algorithms.returns import gae
+from nnx_ppo.algorithms.tree_paths import flatten
 from nnx_ppo.algorithms.types import (
     LogFn,
     Replaceable,
@@ -84,7 +85,10 @@ def train_ppo(
         config = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, total_steps=total_steps))
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
-    state = initial_state if initial_state is not None else initial_training_state(env, networks, config)
+    if initial_state is None:
+        state = initial_training_state(env, networks, config)
+    else:
+        state = with_env_states(env, initial_state, config.ppo)
     return run_training(
         Programs(
             train=functools.partial(ppo_step, env, config.ppo),
@@ -133,9 +137,7 @@ def estimate_advantages(config: PPOConfig, state: TrainingState, transitions: Tr
 
     `state` is the one after the rollout: its observation is where the last step led to.
     """
-    out, _ = functional.apply(
-        state.graphdef, state.params, state.variables, state.network_states, state.env_states.obs
-    )
+    out, _ = functional.apply(state.graphdef, state.params, state.variables, state.network_states, state.env_states.obs)
     values = transitions.network_output.value_estimates
     check_same_terms(transitions.rewards, values)
 
@@ -361,13 +363,11 @@ def update_statistics(state: TrainingState, transitions: Transition) -> Training
     return state.replace(variables=functional.split(network)[2])
 
 
-def iteration_metrics(
-    config: PPOConfig, transitions: Transition, update_metrics: dict[str, Array]
-) -> dict[str, Array]:
+def iteration_metrics(config: PPOConfig, transitions: Transition, update_metrics: dict[str, Array]) -> dict[str, Array]:
     """The metrics that the logging level asks for."""
     metrics = {}
     if LoggingLevel.LOSSES in config.logging_level:
-        metrics |= {name: value for name, value in update_metrics.items() if name not in ("losses/approx_kl",)}
+        metrics |= update_metrics
         metrics["rollout_batch/reward/mean"] = jnp.mean(sum(jax.tree.leaves(transitions.rewards)))
     return metrics
 
@@ -433,6 +433,20 @@ def first_env_states(env: RLEnv, key: jax.Array, n_envs: int) -> Any:
         return states
 
     return reset(key)
+
+
+def with_env_states(env: RLEnv, state: TrainingState, config: PPOConfig) -> TrainingState:
+    """A loaded state, its environment states in the structure that `env` has."""
+    if isinstance(state.env_states, SavedLeaves):
+        template = jax.eval_shape(lambda key: first_env_states(env, key, config.n_envs), state.rng_key)
+        state = state.replace(env_states=place(state.env_states.leaves, "env_states", template))
+    n_envs = state.env_states.done.shape[0]
+    if n_envs != config.n_envs:
+        raise ValueError(
+            f"the initial state has {n_envs} environments and the configuration n_envs={config.n_envs}; "
+            f"go on with n_envs={n_envs}."
+        )
+    return state
 
 
 def check_same_terms(rewards: Any, values: Any) -> None:

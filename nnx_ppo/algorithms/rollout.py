@@ -42,7 +42,9 @@ def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
 def step(env: Any, env_states: Any, actions: Any) -> Any:
     """One step of every environment; leaves keep the dtypes they had."""
     next_states = jax.vmap(functools.partial(_step, env))(env_states, actions)
-    return jax.tree.map(lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), next_states, env_states)
+    return jax.tree.map(
+        lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), next_states, env_states
+    )
 
 
 def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
@@ -61,9 +63,11 @@ def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
                 f"the environment's state has {key} only {'after a step' if old is None else 'at reset'}. Reset and "
                 "step must return the same structure: create every entry of info and metrics in reset too."
             )
-        widened = jnp.promote_types(old.dtype, new.dtype) == new.dtype or jnp.promote_types(
-            old.dtype, new.dtype
-        ) == old.dtype if not jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key) else old.dtype == new.dtype
+        widened = (
+            jnp.promote_types(old.dtype, new.dtype) == new.dtype or jnp.promote_types(old.dtype, new.dtype) == old.dtype
+            if not jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key)
+            else old.dtype == new.dtype
+        )
         if old.shape != new.shape or not widened:
             raise TypeError(
                 f"the environment's state{key} is {old.dtype}{list(old.shape[1:])} at reset and "
@@ -232,9 +236,7 @@ def _final_values(
         return jax.tree.map(lambda v: jnp.where(truncated, v, 0.0), out.output.value_estimates)
 
     shapes = jax.eval_shape(values)
-    return jax.lax.cond(
-        jnp.any(truncated), values, lambda: jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)
-    )
+    return jax.lax.cond(jnp.any(truncated), values, lambda: jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes))
 
 
 def reset_carry(

@@ -101,7 +101,11 @@ def _map_shapes(make: Any, shapes: Any) -> Any:
 
 def _check_fits(obs: Any, mean: Any) -> None:
     given, expected = jax.tree.structure(obs), jax.tree.structure(mean)
-    sizes = None if given != expected else [(o.shape, m.shape) for o, m in zip(*map(jax.tree.leaves, (obs, mean)))]
+    sizes = (
+        None
+        if given != expected
+        else [(o.shape, m.shape) for o, m in zip(jax.tree.leaves(obs), jax.tree.leaves(mean), strict=True)]
+    )
     if sizes is None or any(o[len(o) - len(m) :] != m for o, m in sizes):
         shapes = lambda tree: jax.tree.map(lambda leaf: tuple(leaf.shape), tree)
         raise ValueError(
