@@ -1,8 +1,8 @@
 """Samplers: the last layer of an actor turns distribution parameters into an action and its log-likelihood.
 
 The output is a dict `{"action", "log_likelihood", "entropy"}`, which `PPOAdapter` takes apart. In a rollout the
-sampled raw action is emitted as `rollout_extras`; in the loss it comes back and only its log-likelihood is computed anew. After
-`network.eval()` a sampler is deterministic and returns the mode.
+sampled raw action is emitted as `rollout_extras`; in the loss it comes back and only its log-likelihood is computed
+anew. After `network.eval()` a sampler is deterministic and returns the mode.
 """
 
 import abc
