@@ -89,7 +89,9 @@ def save_checkpoint(directory: Path, state: TrainingState, step: int, metadata: 
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     leaves = flatten_state(state)
-    arrays = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in leaves.items()}
+    # Orbax refuses empty arrays; their shape in the metadata says all about them.
+    full = {name: leaf for name, leaf in leaves.items() if leaf.size}
+    arrays = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in full.items()}
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(unfinished / "arrays", jax.tree.map(np.asarray, arrays))
     described = {
@@ -143,10 +145,12 @@ def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer
         raise CheckpointError(
             f"the arrays of the checkpoint {path} cannot be read: {error}. Use an older checkpoint of the run."
         ) from error
-    leaves = {
-        name: jax.random.wrap_key_data(arrays[name]) if about.get("key") else jnp.asarray(arrays[name])
-        for name, about in metadata["leaves"].items()
-    }
+    leaves = {}
+    for name, about in metadata["leaves"].items():
+        if 0 in about["shape"]:
+            leaves[name] = jnp.zeros(about["shape"], about["dtype"])
+        else:
+            leaves[name] = jax.random.wrap_key_data(arrays[name]) if about.get("key") else jnp.asarray(arrays[name])
     graphdef, params, variables = functional.split(networks)
     batch = next(leaf.shape[0] for name, leaf in leaves.items() if name.startswith("env_states"))
     state = TrainingState(
