@@ -233,4 +233,4 @@ def place(leaves: Mapping[str, jax.Array], part: str, template: Any) -> Any:
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed PRNG key."""
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -236,7 +236,9 @@ class TrainingLoop:
         state, env = self.state, self.programs.eval_env
         graphdef = functional.evaluation_graphdef(state.graphdef, state.params, state.variables)
         network = (state.params, state.variables, state.rng_key)
-        programs = {"training": (jax.jit(functools.partial(_train, self.programs.train), donate_argnums=0), (state,))}
+        programs: dict[str, Any] = {
+            "training": (jax.jit(functools.partial(_train, self.programs.train), donate_argnums=0), (state,))
+        }
         for action in self.actions:
             if action.every_steps <= 0:
                 continue

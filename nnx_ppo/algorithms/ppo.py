@@ -229,13 +229,15 @@ def update(
 
 def nonfinite_candidates(metrics: dict[str, Any], gradient: nnx.State) -> dict[str, Any]:
     """What an update checks before it is applied, in the order in which trouble spreads."""
-    losses = {name: metrics[name] for name in ("losses/actor_loss", "losses/critic_loss", "losses/regularization")}
+    losses: dict[str, Any] = {
+        name: metrics[name] for name in ("losses/actor_loss", "losses/critic_loss", "losses/regularization")
+    }
     return losses | flatten("gradient", nnx.to_pure_dict(gradient))
 
 
 def nonfinite_names(state: TrainingState) -> list[str]:
     """The names that `TrainingState.nonfinite_source` counts."""
-    losses = dict.fromkeys(("losses/actor_loss", "losses/critic_loss", "losses/regularization"))
+    losses: dict[str, Any] = dict.fromkeys(("losses/actor_loss", "losses/critic_loss", "losses/regularization"))
     return list(nonfinite_candidates(losses, state.params))
 
 
@@ -341,7 +343,7 @@ def pair_heads(config: PPOConfig, loglikelihoods: Any, batch: Minibatch) -> list
     return [(name.lstrip("/"), heads[name], old[name], normalize(terms[name])) for name in heads]
 
 
-def normalized(advantage: Float[Array, "..."]) -> Float[Array, "..."]:
+def normalized(advantage: Any) -> Float[Array, "..."]:
     """Zero mean and unit variance."""
     return (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
 

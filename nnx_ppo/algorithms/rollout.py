@@ -63,12 +63,7 @@ def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
                 f"the environment's state has {key} only {'after a step' if old is None else 'at reset'}. Reset and "
                 "step must return the same structure: create every entry of info and metrics in reset too."
             )
-        widened = (
-            jnp.promote_types(old.dtype, new.dtype) == new.dtype or jnp.promote_types(old.dtype, new.dtype) == old.dtype
-            if not jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key)
-            else old.dtype == new.dtype
-        )
-        if old.shape != new.shape or not widened:
+        if old.shape != new.shape or not _same_kind(old.dtype, new.dtype):
             raise TypeError(
                 f"the environment's state{key} is {old.dtype}{list(old.shape[1:])} at reset and "
                 f"{new.dtype}{list(new.shape[1:])} after a step. Both must be the same: fix reset or step."
@@ -78,6 +73,13 @@ def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
             f"the environment's state is {jax.tree.structure(given)} at reset and {jax.tree.structure(returned)} "
             "after a step. Both must be the same kind of object."
         )
+
+
+def _same_kind(old: Any, new: Any) -> bool:
+    """Whether one dtype holds all of the other, such as a flag that is bool here and float there."""
+    if jnp.issubdtype(old, jax.dtypes.prng_key) or jnp.issubdtype(new, jax.dtypes.prng_key):
+        return old == new
+    return jnp.promote_types(old, new) in (old, new)
 
 
 def tree_where(condition: Bool[Array, " batch"], if_true: Any, if_false: Any) -> Any:

@@ -1,5 +1,6 @@
 """Ready networks."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def make_mlp_layers(
     last = len(sizes) - 2
     return [
         Dense(n_in, n_out, rngs, function if i < last or activation_last_layer else None, **linear_kwargs)
-        for i, (n_in, n_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+        for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes))
     ]
 
 
