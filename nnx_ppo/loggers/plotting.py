@@ -54,12 +54,16 @@ def plot_learning_curve(
     paths = [Path(run_dirs)] if isinstance(run_dirs, str | os.PathLike) else [Path(path) for path in run_dirs]
     if not paths:
         raise ValueError("There is no run to plot; give at least one run folder.")
-    tasks: dict[str, list[Run]] = {}
+    folders: dict[Path, list[Run]] = {}
     for path in paths:
-        tasks.setdefault(path.resolve().parent.name, []).append(_read(path, metric, x))
+        folders.setdefault(path.resolve().parent, []).append(_read(path, metric, x))
+    names = [folder.name for folder in folders]
+    tasks = {folder.name if names.count(folder.name) == 1 else str(folder): runs for folder, runs in folders.items()}
+    several = any(len(runs) > 1 for runs in tasks.values())
 
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
+    shown = False
     for number, (task, runs) in enumerate(tasks.items()):
         colour = COLOURS[number % len(COLOURS)]
         label = task if len(runs) == 1 else f"{task} ({len(runs)} runs)"
@@ -68,6 +72,7 @@ def plot_learning_curve(
             for positions, values, _ in runs:
                 axes.plot(positions, values, color=colour, linewidth=0.7, alpha=0.35)
         if spread is not None:
+            shown = True
             axes.fill_between(middle[0], middle[1] - spread, middle[1] + spread, color=colour, alpha=0.18, linewidth=0)
         marker = "o" if len(middle[0]) <= 40 else None
         axes.plot(*middle, color=colour, linewidth=2, marker=marker, markersize=3.5, label=label)
@@ -75,7 +80,9 @@ def plot_learning_curve(
     axes.set_xlabel("Environment steps" if x == "steps" else "Wall-clock time (minutes)")
     axes.set_ylabel(NAMES.get(metric, metric))
     axes.set_title(title or ", ".join(tasks), loc="left", fontweight="bold")
-    if len(tasks) > 1 or any(len(runs) > 1 for runs in tasks.values()):
+    if shown:
+        axes.set_title(f"mean ± std over {'runs' if several else 'episodes'}", loc="right", fontsize=8, color="#777777")
+    if len(tasks) > 1 or several:
         axes.legend(frameon=False, loc="best")
     if x == "steps":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
