@@ -145,7 +145,7 @@ class MjxEnv:
 
     def control(self, action: jax.Array) -> jax.Array:
         """Actuator controls (nu,) for an action in [-1, 1]: -1 and 1 are the ends of each actuator's range."""
-        return self._ctrl_center + jnp.asarray(action, jnp.float32) * self._ctrl_half_range
+        return jnp.asarray(action, jnp.float32) * self._ctrl_half_range + self._ctrl_center
 
     # What those who use an environment call.
 

@@ -87,6 +87,7 @@ class Humanoid(MjxEnv):
         self._reset_noise_scale = reset_noise_scale
 
     def initial_state(self, rng: jax.Array) -> Mapping[str, Any]:
+        """The model's upright pose at rest, with uniform noise on positions and velocities."""
         position_rng, velocity_rng = jax.random.split(rng)
         scale, model = self._reset_noise_scale, self.mj_model
         return {
@@ -95,6 +96,7 @@ class Humanoid(MjxEnv):
         }
 
     def observe(self, data: Data) -> jax.Array:
+        """The observation, (244,); see the class."""
         # MuJoCo's cinert is (Ixx Iyy Izz Ixy Ixz Iyz, m*offset, m) about the centre of mass c, and
         # cvel the (angular, linear) velocity of the point of the body that passes through c.
         inertia, spin, drift = data.cinert[1:], data.cvel[1:, :3], data.cvel[1:, 3:]
@@ -112,6 +114,7 @@ class Humanoid(MjxEnv):
         )
 
     def rewards(self, before: Data, data: Data, ctrl: jax.Array) -> Mapping[str, jax.Array]:
+        """``forward``, ``alive`` and ``control``; see the class."""
         return {
             "forward": self._forward_reward_weight * self._velocity(before, data)[0],
             "alive": jnp.asarray(self._healthy_reward),
@@ -119,11 +122,13 @@ class Humanoid(MjxEnv):
         }
 
     def terminated(self, data: Data) -> jax.Array:
+        """Whether the torso is too low or too high."""
         low, high = self._healthy_z_range
         height = data.xpos[TORSO, 2]
         return (height < low) | (height > high)
 
     def measurements(self, before: Data, data: Data, ctrl: jax.Array) -> Mapping[str, jax.Array]:
+        """Velocity (m/s) and position (m) of the centre of mass, height (m) of the torso."""
         velocity, com = self._velocity(before, data), data.subtree_com[TORSO]
         return {
             "x_velocity": velocity[0],

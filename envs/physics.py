@@ -79,6 +79,7 @@ class Slot:
 
     @property
     def size(self) -> int:
+        """Number of values."""
         return math.prod(self.shape)
 
 
@@ -92,10 +93,12 @@ class Layout:
     # jit hashes the layout at every call of a compiled function, so both are worked out once.
     @functools.cached_property
     def state_slots(self) -> dict[str, Slot]:
+        """State fields by name."""
         return dict(self.state)
 
     @functools.cached_property
     def derived_slots(self) -> dict[str, Slot]:
+        """Derived fields by name."""
         return dict(self.derived)
 
     @functools.cached_property
@@ -107,10 +110,12 @@ class Layout:
 
     @property
     def n_state(self) -> int:
+        """Length of the state vector."""
         return sum(slot.size for _, slot in self.state)
 
     @property
     def n_derived(self) -> int:
+        """Length of the vector of derived fields."""
         return sum(slot.size for _, slot in self.derived)
 
 
@@ -153,7 +158,7 @@ class Data:
             slot = self.layout.state_slots.get(name)
             if slot is None:
                 raise ValueError(_not_state_message(name, self.layout))
-            flat = jnp.asarray(value, jnp.float32).reshape(self.state.shape[:-1] + (slot.size,))
+            flat = jnp.asarray(value, jnp.float32).reshape((*self.state.shape[:-1], slot.size))
             state = jnp.asarray(state).at[..., slot.start : slot.start + slot.size].set(flat)
         return dataclasses.replace(self, state=state)
 
@@ -161,9 +166,20 @@ class Data:
 class Physics(Protocol):
     """What an environment needs of a physics engine."""
 
-    impl: Impl
-    mj_model: mujoco.MjModel
-    layout: Layout
+    @property
+    def impl(self) -> Impl:
+        """Name of the engine."""
+        ...
+
+    @property
+    def mj_model(self) -> mujoco.MjModel:
+        """The model that is simulated."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """The fields of its ``Data``."""
+        ...
 
     def init(self, **state: Any) -> Data:
         """Data of the model's default state with the given state fields, derived fields computed.
@@ -217,7 +233,7 @@ def make_physics(
     if impl == "native":
         return NativePhysics(mj_model, fields, n_threads)
     if impl in ("jax", "warp"):
-        return MjxPhysics(mj_model, fields, impl)
+        return MjxPhysics(mj_model, fields, "warp" if impl == "warp" else "jax")
     raise ValueError(
         f"unknown physics {impl!r}{_did_you_mean(impl, IMPLS)}: accepted are {', '.join(map(repr, IMPLS))}, "
         "or None to choose by device"
@@ -299,13 +315,16 @@ class NativePhysics:
         self._ctrl = slice(ctrl.start, ctrl.start + ctrl.size)
 
     def init(self, **state: Any) -> Data:
+        """See ``Physics``."""
         empty = jnp.zeros(self.layout.n_derived, jnp.float32)
         return self.forward(Data(jnp.asarray(self._initial), empty, self.layout).replace(**state))
 
     def forward(self, data: Data) -> Data:
+        """See ``Physics``."""
         return self._call(data.state, data.state[..., self._ctrl], 0)
 
     def step(self, data: Data, ctrl: jax.Array, n_substeps: int = 1) -> Data:
+        """See ``Physics``."""
         return self._call(data.state, jnp.asarray(ctrl, jnp.float32), n_substeps)
 
     def _call(self, state: jax.Array, ctrl: jax.Array, n_substeps: int) -> Data:
@@ -444,10 +463,8 @@ class MjxPhysics:
     is right for Warp too, whose own data shares buffers between environments.
     """
 
-    mj_model: mujoco.MjModel
-
     def __init__(self, mj_model: mujoco.MjModel, fields: Sequence[str] = (), impl: Impl = "jax"):
-        self.impl = impl
+        self.impl: Impl = impl
         self.mj_model = mj_model
         self.layout = make_layout(mj_model, fields)
         self._initial = initial_vector(mj_model, self.layout)
@@ -462,18 +479,21 @@ class MjxPhysics:
         self._advance = self._advance_sharing_buffers() if impl == "warp" else self._advance_one
 
     def init(self, **state: Any) -> Data:
+        """See ``Physics``."""
         empty = jnp.zeros(self.layout.n_derived, jnp.float32)
         return self.forward(Data(jnp.asarray(self._initial), empty, self.layout).replace(**state))
 
     def forward(self, data: Data) -> Data:
+        """See ``Physics``."""
         return self.step(data, data.ctrl, 0)
 
     def step(self, data: Data, ctrl: jax.Array, n_substeps: int = 1) -> Data:
+        """See ``Physics``."""
         advance = functools.partial(self._advance, n_substeps)
         # mjx.step is written for one simulation: leading axes become vmaps.
         for _ in range(data.state.ndim - 1):
             advance = jax.vmap(advance)
-        ctrl = jnp.broadcast_to(jnp.asarray(ctrl, jnp.float32), data.state.shape[:-1] + (self.mj_model.nu,))
+        ctrl = jnp.broadcast_to(jnp.asarray(ctrl, jnp.float32), (*data.state.shape[:-1], self.mj_model.nu))
         state, derived = advance(data.state, ctrl)
         return Data(state, derived, self.layout)
 
@@ -571,11 +591,28 @@ def put_model(mj_model: mujoco.MjModel, impl: Impl) -> Any:
     """
     mjx = import_mjx()
     if impl == "warp" and importlib.util.find_spec("warp") is None:
-        raise ValueError("physics 'warp' needs Warp, which is not installed: install the extra `warp` (mujoco-mjx[warp])")
+        raise ValueError(
+            "physics 'warp' needs Warp, which is not installed: install the extra `warp` (mujoco-mjx[warp])"
+        )
     try:
-        return mjx.put_model(mj_model, impl=impl)
+        model = mjx.put_model(mj_model, impl=impl)
+        return _without_chatter(model) if impl == "warp" else model
     except NotImplementedError as error:
         raise ValueError(_unsupported_message(mj_model, impl, error)) from error
+
+
+def _without_chatter(warp_model: Any) -> Any:
+    """Keeps Warp from printing a line per kernel, and per physics step that uses all solver iterations.
+
+    Few iterations are a choice (the humanoid makes one), so reaching their number is no news.
+    """
+    import warp  # pyright: ignore[reportMissingImports]
+    from mujoco.mjx.third_party.mujoco_warp import OverflowType
+
+    warp.config.quiet = True
+    silenced = int(OverflowType.ITERATIONS | OverflowType.LS_ITERATIONS)
+    flags = int(warp_model.opt._impl.warn_overflow) & ~silenced
+    return warp_model.tree_replace({"opt._impl.warn_overflow": flags})
 
 
 def _make_mjx_data(mj_model: mujoco.MjModel, impl: Impl, n_envs: int = 1) -> Any:
