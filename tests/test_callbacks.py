@@ -13,6 +13,7 @@ import pytest
 from nnx_ppo.algorithms.callbacks import file_video_fn, wandb_video_fn
 from nnx_ppo.algorithms.types import VideoData
 from nnx_ppo.algorithms.video_worker import VideoWorker, stack_frames
+from nnx_ppo.loggers import Logger
 from nnx_ppo.loggers.mp4 import EncodingUnavailable, write_mp4
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
@@ -141,6 +142,45 @@ def test_file_video_fn_names_the_video_by_its_step_and_remembers_its_path(tmp_pa
 def test_wandb_video_fn_without_a_run_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"wandb\.init"):
         wandb_video_fn()(video_of(stripes(2)))
+
+
+class VideoSink:
+    """A sink that keeps the bytes of the files it is given."""
+
+    def __init__(self):
+        self.videos = []
+
+    def __call__(self, metrics, steps):
+        pass
+
+    def log_video(self, path, video):
+        self.videos.append((path.read_bytes()[4:8], video.step, video.episode_reward, len(video.frames)))
+
+
+def test_a_logger_encodes_a_video_once_for_its_folder_and_all_its_sinks(tmp_path):
+    sinks = VideoSink(), VideoSink()
+    with Logger(*sinks, print, video_directory=tmp_path / "videos", fps=30) as logger:
+        path = logger.video_fn(video_of(stripes(4), step=20))
+    assert path == logger.last_video == tmp_path / "videos" / "step_0000000020.mp4"
+    assert len(decode(path)) == 4
+    # The frames themselves, hundreds of megabytes, do not wait in queues.
+    assert [sink.videos for sink in sinks] == [[(b"ftyp", 20, 12.5, 0)]] * 2
+
+
+def test_a_logger_without_a_video_folder_keeps_a_video_until_its_sinks_have_it():
+    sink = VideoSink()
+    with Logger(sink) as logger:
+        path = logger.video_fn(video_of(stripes(4), step=20))
+        logger.flush()
+        assert path.exists()
+    assert not path.exists()
+    assert sink.videos[0][0] == b"ftyp"
+
+
+def test_a_logger_that_nobody_takes_videos_from_encodes_none(monkeypatch):
+    monkeypatch.setattr("nnx_ppo.loggers.writer.write_mp4", lambda *_: pytest.fail("encoded"))
+    with Logger(print) as logger:
+        assert logger.video_fn(video_of(stripes(2))) is None
 
 
 def test_importing_the_callbacks_imports_none_of_what_they_use():

@@ -58,8 +58,10 @@ class VideoWorker:
         with self._changed:
             return self._changed.wait_for(lambda: not (self._jobs or self._running), timeout)
 
-    def close(self, timeout: float | None = 60) -> bool:
+    def close(self, timeout: float | None = 300) -> bool:
         """Finishes what was submitted, for at most `timeout` seconds, and ends the thread.
+
+        Without a GPU a long episode takes a minute to draw, and three may be left: hence the default.
 
         Returns:
             Whether every job was finished or had failed; if not, a message says how many are lost.
