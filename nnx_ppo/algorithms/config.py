@@ -47,14 +47,14 @@ class LoggingLevel(enum.Flag):
     NONE = 0
 
     @classmethod
-    def from_names(cls, names: "typing.Iterable[str]") -> "LoggingLevel":
-        """The union of the named levels; an empty list is `NONE`.
+    def from_names(cls, names: "str | typing.Iterable[str]") -> "LoggingLevel":
+        """The union of the named levels; an empty list is `NONE`, a string one name.
 
         Raises:
           ValueError: a name is not a level.
         """
         level = cls.NONE
-        for name in names:
+        for name in [names] if isinstance(names, str) else names:
             if name.upper() not in cls.__members__:
                 raise ValueError(
                     f"LoggingLevel has no member {name!r}{did_you_mean(name.upper(), cls.__members__)}; "
@@ -233,7 +233,7 @@ def to_plain(config: Any) -> dict[str, Any]:
     """A config as dicts, lists, strings, numbers and booleans only: what JSON and TOML can hold.
 
     Flags become lists of names. TOML has no null, so a field that is None is left out where None is its
-    default and is the string "none" elsewhere.
+    default and is the string "none" elsewhere, also within `render_kwargs`.
     """
     plain = {}
     for spec in dataclasses.fields(config):
@@ -272,6 +272,8 @@ def from_plain(kind: type[Config], plain: Mapping[str, Any]) -> Config:
             values[name] = LoggingLevel.from_names(value)
         elif value == "none" and _optional(hint):
             values[name] = None
+        elif isinstance(value, Mapping):
+            values[name] = {key: None if item == "none" else item for key, item in value.items()}
         else:
             values[name] = tuple(value) if isinstance(value, list) and "tuple" in str(hint) else value
     return kind(**values)
@@ -284,6 +286,8 @@ def did_you_mean(name: str, accepted: "typing.Iterable[str]") -> str:
 
 
 def _lists(value: Any) -> Any:
+    if value is None:
+        return "none"
     if isinstance(value, Mapping):
         return {key: _lists(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
