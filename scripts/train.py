@@ -117,7 +117,6 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
     """The state of the last checkpoint and its step, if this command resumes a run."""
     if command.resumed is None:
         return None, 0
-    import jax
 
     from nnx_ppo.algorithms.checkpointing import latest_checkpoint, load_checkpoint
     from nnx_ppo.algorithms.optimizer import make_optimizer
@@ -128,7 +127,7 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
     if path is None:
         raise UsageError(f"{str(run.path)!r} has no checkpoint, so there is nothing to go on from: start a new run.")
     _, params, _ = split(networks)
-    loaded = load_checkpoint(path, networks, jax.eval_shape(make_optimizer(command.config.ppo).init, params))
+    loaded = load_checkpoint(path, networks, make_optimizer(command.config.ppo).init(params))
     if loaded["step"] >= command.config.ppo.total_steps:
         raise UsageError(
             f"{str(run.path)!r} is at step {loaded['step']:,}, the end of its training. "

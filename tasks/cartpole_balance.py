@@ -15,11 +15,10 @@ EPISODE_LENGTH = 1000  # 10 s
 
 def make_env(physics: str | None = None) -> Any:
     """dm_control's cartpole with its time limit."""
-    from envs.cartpole import Cartpole
-
+    from envs.cartpole import CartpoleBalance
     from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
 
-    return EpisodeWrapper(Cartpole(swing_up=False, physics=physics), EPISODE_LENGTH)
+    return EpisodeWrapper(CartpoleBalance(physics=physics), EPISODE_LENGTH)
 
 
 def make_networks(env: Any, rngs: "nnx.Rngs") -> "StatefulModule":

@@ -107,7 +107,7 @@ def test_an_unknown_task_is_refused_with_the_nearest_name(name, message):
 
 def test_a_missing_task_file_is_refused_with_the_nearest_file(tmp_path):
     (tmp_path / "reach.py").write_text("")
-    with pytest.raises(TaskNotFound, match="did you mean 'reach.py'"):
+    with pytest.raises(TaskNotFound, match=r"did you mean 'reach\.py'"):
         load_task(str(tmp_path / "reech.py"))
 
 
