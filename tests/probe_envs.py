@@ -249,12 +249,16 @@ class PerKey(StatefulModule):
     def __init__(self, modules):
         self.modules = nnx.Dict(modules)
 
+    def initialize_state(self, batch_size):
+        return {key: module.initialize_state(batch_size) for key, module in self.modules.items()}
+
     def __call__(self, state, obs, rollout_extras=None):
         replay = rollout_extras or dict.fromkeys(self.modules)
-        outs = {key: module((), obs, replay[key]) for key, module in self.modules.items()}
+        outs = {key: module(state[key], obs, replay[key]) for key, module in self.modules.items()}
         pick = lambda name: {key: getattr(out, name) for key, out in outs.items()}
         losses = sum(pick("regularization_loss").values())
-        return StatefulModuleOutput(state, pick("output"), losses, pick("metrics"), pick("rollout_extras"))
+        names = ("next_state", "output", "metrics", "rollout_extras")
+        return StatefulModuleOutput(regularization_loss=losses, **{name: pick(name) for name in names})
 
 
 class Flat(StatefulModule):

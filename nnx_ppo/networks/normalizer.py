@@ -24,8 +24,8 @@ class Normalizer(StatefulModule):
     the rollout saw, so a replay in the loss sees what the rollout saw. Before the first update it is the identity.
 
     Args:
-      shape: shape of one input without the batch axis (an int or a tuple), or a pytree of such shapes
-        (dicts of tuples, as an environment's `observation_size` may be).
+      shape: shape of one input without the batch axis (an int, a tuple or a list of ints), or a pytree of such
+        shapes (dicts of tuples, as an environment's `observation_size` may be).
     """
 
     def __init__(self, shape: Any):
@@ -88,7 +88,9 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: _plain(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_plain(value) for value in tree]
+        # A list of numbers is a shape, as it is for jnp.zeros.
+        numbers = bool(tree) and all(isinstance(n, int) for n in tree)
+        return tuple(tree) if numbers else [_plain(value) for value in tree]
     if isinstance(tree, tuple) and not all(isinstance(n, int) for n in tree):
         return tuple(_plain(value) for value in tree)
     return tree
