@@ -126,7 +126,7 @@ def _draws_in_software() -> bool:
         return False
     from OpenGL import GL
 
-    renderer = GL.glGetString(GL.GL_RENDERER).decode(errors="replace").lower()
+    renderer = (GL.glGetString(GL.GL_RENDERER) or b"").decode(errors="replace").lower()
     return any(name in renderer for name in ("llvmpipe", "softpipe", "swrast", "swr"))
 
 

@@ -67,7 +67,7 @@ def test_an_mp4_has_the_colours_size_rate_and_every_frame_of_its_input(tmp_path)
 
 def test_colours_are_stored_and_tagged_as_bt709(tmp_path):
     path = write_mp4(tmp_path / "a.mp4", stripes(3))
-    assert "yuv420p(tv, bt709" in describe(path)
+    assert "yuv420p(tv, bt709, progressive)" in describe(path)
     raw = ffmpeg("-v", "error", "-i", path, "-f", "rawvideo", "-pix_fmt", "yuv420p", "-").stdout
     luma = np.frombuffer(raw, np.uint8)[: 48 * 96].reshape(48, 96)
     # BT.709 luma of pure red, green and blue in studio range: 16 + 219 * (0.2126, 0.7152, 0.0722).

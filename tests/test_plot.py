@@ -1,6 +1,7 @@
 """Learning curves from run folders to PNG."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,12 +94,12 @@ def test_a_metric_that_was_never_logged_gets_a_did_you_mean(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-def test_the_script_draws_runs_and_prints_where(tmp_path, monkeypatch):
+def test_the_script_draws_runs_and_prints_where(tmp_path, capsys):
+    main = runpy.run_path(str(SCRIPT))["main"]
     runs = [str(make_run(tmp_path / "t" / seed, [0, 10], [0, 1])) for seed in "12"]
     out = tmp_path / "curve.png"
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parent.parent))
-    command = [sys.executable, SCRIPT, *runs, "--out", out, "--x", "time", "--metric", "losses/total"]
-    assert subprocess.check_output(command, text=True).strip() == str(out)
+    assert main([*runs, "--out", str(out), "--x", "time", "--metric", "losses/total"]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
     assert COLOURS[0] in colours_in(out)
 
 

@@ -205,8 +205,9 @@ def test_which_gl_draws_does_not_depend_on_when_mujoco_was_imported(chosen, monk
     if any(rendering._try_backend(backend) for backend in ([chosen] if chosen else ["egl"])):
         pytest.skip(f"this machine has no {chosen or 'egl'}")
     code = (
-        "import os, mujoco, numpy as np\n"
-        "from envs.rendering import find_gl, render_frames\n"
+        "import os, runpy, mujoco, numpy as np\n"
+        f"names = runpy.run_path({rendering.__file__!r})\n"  # Not `envs`, which takes seconds to import JAX.
+        "find_gl, render_frames = names['find_gl'], names['render_frames']\n"
         f"model = mujoco.MjModel.from_xml_string({BALL!r})\n"
         f"os.environ['MUJOCO_GL'] = {chosen!r}\n"
         "frame, = render_frames(model, np.zeros((1, 1)), height=48, width=64, camera='front')\n"

@@ -37,6 +37,7 @@ class Console:
         self._shown: dict[str, float] = {}
         self._printed_at: float | None = None
         self._unprinted: int | None = None
+        self._started = False
         self._console: Any = None
         self._progress: Any = None
         self._task: Any = None
@@ -50,7 +51,8 @@ class Console:
             value = metrics.get(f"{key}/mean", metrics.get(f"{key}/p50"))
             if value is not None:
                 self._shown[name] = float(value)
-        self._samples.append((now, int(steps)))
+        if self._started:  # What follows the first record is compiling, which says nothing of speed.
+            self._samples.append((now, int(steps)))
         while len(self._samples) > 2 and self._samples[0][0] < now - 30:
             self._samples.popleft()
 
@@ -72,8 +74,9 @@ class Console:
             self._print(self._unprinted, self._clock())
 
     def _start(self) -> None:
-        if self._console is not None:
+        if self._started:
             return
+        self._started = True
         # Imported with the first record: a run without a console need not have rich.
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -103,6 +106,8 @@ class Console:
 
     def _status(self) -> str:
         """Steps per second over the last half minute, and the time left at that pace."""
+        if len(self._samples) < 2:
+            return ""
         (then, before), (now, steps) = self._samples[0], self._samples[-1]
         if now <= then or steps <= before:
             return ""

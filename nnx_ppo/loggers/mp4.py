@@ -47,11 +47,11 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray | Iterable[np.nda
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.unfinished.mp4")
     size = (shape[0] + padding[0][1], shape[1] + padding[1][1])
-    # Setting the colour space converts to it and tags the stream; crf 20 looks like the original at a few
-    # hundred kB for a typical episode; faststart lets a browser play before it has the whole file.
+    # crf 20 looks like the original at a few hundred kB for a typical episode; faststart lets a browser play
+    # before it has the whole file.
     arguments = (
-        "-vf scale=out_color_matrix=bt709:out_range=tv "
-        "-colorspace bt709 -color_primaries bt709 -color_trc bt709 -color_range tv -movflags +faststart"
+        "-vf scale=out_color_matrix=bt709:out_range=tv,"
+        "setparams=colorspace=bt709:color_primaries=bt709:color_trc=bt709:range=tv -movflags +faststart"
     )
     try:
         with mediapy.VideoWriter(

@@ -96,9 +96,9 @@ class Wandb:
         self.run = wandb.init(
             id=self.run_id,
             resume="allow",
-            mode=self._mode,
+            mode=self._mode,  # pyright: ignore[reportArgumentType]
             config={"versions": versions(), "git": git_state(), **self._config},
-            **{"settings": settings, **self._init},
+            **{"settings": settings, **self._init},  # pyright: ignore[reportArgumentType]
         )
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
