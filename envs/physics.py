@@ -21,6 +21,7 @@ import difflib
 import functools
 import importlib.util
 import io
+import logging
 import math
 import os
 import re
@@ -59,14 +60,17 @@ _STATE_COMPONENTS: dict[str, mujoco.mjtState] = {
 }
 # Zero in most tasks and as large as the rest together, so carried only by those who ask.
 _OPTIONAL_STATE = frozenset({"qfrc_applied", "xfrc_applied", "userdata"})
-# Warnings after which a simulation's numbers mean nothing. MuJoCo's others (a full contact
-# buffer, say) leave a valid state.
+# Warnings after which a simulation's numbers mean nothing.
 _FATAL_WARNINGS = [
     int(mujoco.mjtWarning.mjWARN_BADQPOS),
     int(mujoco.mjtWarning.mjWARN_BADQVEL),
     int(mujoco.mjtWarning.mjWARN_BADQACC),
     int(mujoco.mjtWarning.mjWARN_BADCTRL),
 ]
+# The others leave a valid state, computed without some of its constraints.
+_MILD_WARNINGS = [i for i in range(int(mujoco.mjtWarning.mjNWARNING)) if i not in _FATAL_WARNINGS]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +298,8 @@ class NativePhysics:
     inside and is not differentiable.
 
     A simulation that MuJoCo cannot advance (an error, or a state, control or acceleration that is
-    not finite or beyond 1e10) comes back as NaN in every field, and only that one.
+    not finite or beyond 1e10) comes back as NaN in every field, and only that one. MuJoCo's errors
+    and its warnings of lesser trouble go to this module's logger, each once.
     """
 
     impl: Impl = "native"
@@ -313,6 +318,7 @@ class NativePhysics:
         self._runs = _copy_plan(self._pool, self.layout)
         ctrl = self.layout.state_slots["ctrl"]
         self._ctrl = slice(ctrl.start, ctrl.start + ctrl.size)
+        self._told: set[str] = set()
 
     def init(self, **state: Any) -> Data:
         """See ``Physics``."""
@@ -392,14 +398,26 @@ class NativePhysics:
                     batch.forward(ids)
             except SimulationError as error:
                 bad[error.ids] = True
+                self._tell_once("error", f"{error}\nSuch simulations come back as NaN.")
             for ours, theirs in self._runs:
                 new_state[..., ours] = rows[..., theirs]
             for name, slot in self.layout.derived:
                 derived[..., slot.start : slot.start + slot.size] = batch.bind(name).reshape(*lead, slot.size)
-            bad |= (batch.warning[:, _FATAL_WARNINGS, 1] > 1).any(axis=1)
+            counts = batch.warning[..., 1] > 1
+            if counts.any():
+                bad |= counts[:, _FATAL_WARNINGS].any(axis=1)
+                for kind in _MILD_WARNINGS:
+                    if counts[:, kind].any():
+                        info = int(batch.warning[counts[:, kind], kind, 0][0])
+                        self._tell_once(f"warning {kind}", mujoco.mju_warningText(kind, info))
         if bad.any():
             new_state[bad.reshape(lead)] = np.nan
             derived[bad.reshape(lead)] = np.nan
+
+    def _tell_once(self, kind: str, message: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            _logger.warning("MuJoCo: %s (said once)", message)
 
 
 class _BatchPool:
@@ -663,7 +681,7 @@ def _unsupported_message(mj_model: mujoco.MjModel, impl: Impl, error: NotImpleme
     listed = ", ".join(dict.fromkeys(elements[:8])) + (", ..." if len(elements) > 8 else "")
     where = f" It concerns {listed}." if elements else ""
     return (
-        f"physics {impl!r} cannot simulate this model: {error}.{where} Use physics='native', which takes every MJCF, "
+        f"physics {impl!r} cannot simulate this model: {str(error).rstrip('.')}.{where} Use physics='native', which takes every MJCF, "
         "or change the model"
     )
 
