@@ -42,7 +42,7 @@ class Programs:
     steps_per_iteration: int
     total_steps: int
     max_skipped_updates: int
-    nonfinite_names: Callable[[TrainingState], list[str]]
+    nonfinite_names: tuple[str, ...]
     """What `TrainingState.nonfinite_source` counts."""
 
 
@@ -202,7 +202,7 @@ class TrainingLoop:
         if skipped >= self.programs.max_skipped_updates:
             raise NonFiniteError(
                 f"{skipped} updates in a row were skipped up to step {steps:,} because they were not finite; the first "
-                f"such quantity was {self.programs.nonfinite_names(self.state)[int(health['nonfinite_source'])]}. "
+                f"such quantity was {self.programs.nonfinite_names[int(health['nonfinite_source'])]}. "
                 "The parameters are the last good ones. A lower learning_rate, gradient_clipping or reward_scaling "
                 "usually helps."
             )

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import optax.tree_utils
@@ -54,8 +53,3 @@ def adapt_learning_rate(config: PPOConfig, optimizer_state: optax.OptState, kl: 
     factor = jnp.where(kl > 2 * config.target_kl, 1 / ADAPTIVE_FACTOR, 1.0)
     factor = jnp.where((kl < config.target_kl / 2) & (kl > 0), ADAPTIVE_FACTOR, factor)
     return optax.tree_utils.tree_set(optimizer_state, learning_rate=jnp.clip(rate * factor, *ADAPTIVE_RANGE))
-
-
-def global_norm(tree: Any) -> Float[Array, ""]:
-    """Euclidean norm over all leaves."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))

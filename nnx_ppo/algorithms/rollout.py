@@ -34,7 +34,7 @@ def _step(env: Any, state: Any, action: Any) -> Any:
 
 
 def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
-    """`n_envs` fresh initial states, with the shapes and dtypes that a step returns."""
+    """`n_envs` fresh initial states."""
     state = jax.vmap(functools.partial(_reset, env))(jax.random.split(key, n_envs))
     return _without_nonfinite(state)
 
@@ -42,9 +42,12 @@ def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
 def step(env: Any, env_states: Any, actions: Any) -> Any:
     """One step of every environment; leaves keep the dtypes they had."""
     next_states = jax.vmap(functools.partial(_step, env))(env_states, actions)
-    return jax.tree.map(
-        lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), next_states, env_states
-    )
+    return _like_tree(next_states, env_states)
+
+
+def _like_tree(states: Any, template: Any) -> Any:
+    cast = lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype)
+    return jax.tree.map(cast, states, template)
 
 
 def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
@@ -99,9 +102,9 @@ def tree_where(condition: Bool[Array, " batch"], if_true: Any, if_false: Any) ->
 class ResetPool(Replaceable):
     """One fresh initial state per environment, to be taken where an episode ends.
 
-    Resetting every environment at every step costs as much as stepping it; a pool costs one reset per iteration. An
-    environment whose episode ends twice within a rollout would find its state taken, so the pool is drawn anew then:
-    no initial state is ever used twice.
+    Resetting every environment at every step costs as much as stepping it; a pool is drawn when its first state is
+    needed, so once in a rollout in which some episode ends. Where an episode ends twice within the rollout its state
+    is gone, so the pool is drawn anew: no initial state is ever used twice.
     """
 
     states: Any
@@ -110,10 +113,9 @@ class ResetPool(Replaceable):
     draws: Int[Array, ""]
 
 
-def new_reset_pool(env: Any, key: PRNGKeyArray, n_envs: int) -> ResetPool:
-    """A full pool."""
-    states = reset(env, jax.random.fold_in(key, 0), n_envs)
-    return ResetPool(states, jnp.zeros(n_envs, bool), key, jnp.ones((), jnp.int32))
+def empty_reset_pool(key: PRNGKeyArray, env_states: Any) -> ResetPool:
+    """A pool with nothing in it yet; `env_states` gives the shapes."""
+    return ResetPool(env_states, jnp.ones(env_states.done.shape, bool), key, jnp.zeros((), jnp.int32))
 
 
 def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batch"]) -> tuple[Any, ResetPool]:
@@ -122,12 +124,12 @@ def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batc
     def exhausted(pool: ResetPool) -> Bool[Array, ""]:
         return jnp.any(done & pool.taken)
 
-    def redraw(pool: ResetPool) -> ResetPool:
+    def draw(pool: ResetPool) -> ResetPool:
         states = reset(env, jax.random.fold_in(pool.key, pool.draws), done.shape[0])
-        return ResetPool(states, jnp.zeros_like(pool.taken), pool.key, pool.draws + 1)
+        return ResetPool(_like_tree(states, env_states), jnp.zeros_like(pool.taken), pool.key, pool.draws + 1)
 
     # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
-    pool = jax.lax.while_loop(exhausted, redraw, pool)
+    pool = jax.lax.while_loop(exhausted, draw, pool)
     return tree_where(done, pool.states, env_states), pool.replace(taken=pool.taken | done)
 
 
@@ -198,7 +200,7 @@ def unroll(env: Any, config: PPOConfig, state: TrainingState) -> tuple[TrainingS
     Returns:
       The state with environments, carries and random streams moved on, and the transitions [time, batch, ...].
     """
-    pool = new_reset_pool(env, stream_key(state.rng_key, Stream.RESET_POOL, state.iteration), config.n_envs)
+    pool = empty_reset_pool(stream_key(state.rng_key, Stream.RESET_POOL, state.iteration), state.env_states)
 
     def one_step(carry: Any, _: None) -> tuple[Any, Transition]:
         variables, network_states, env_states, pool = carry

@@ -87,7 +87,7 @@ class TrainingState(Replaceable):
     skipped_updates: Int[Array, ""]
     """Updates in a row that were skipped because something in them was not finite."""
     nonfinite_source: Int[Array, ""]
-    """What was not finite in the last skipped update: an index into `ppo.nonfinite_names`."""
+    """What was not finite in the last skipped update: an index into `ppo.NONFINITE_NAMES`."""
     nonfinite_steps: UInt32[Array, ""]
     """Environment steps that were not finite, in the whole run."""
     graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
