@@ -40,7 +40,6 @@ class RenderingUnavailable(RuntimeError):
     """No OpenGL works here; the message says what was tried and what to install."""
 
 
-@functools.cache
 def find_gl() -> str:
     """The OpenGL backend that renders on this machine: `egl`, `osmesa`, `glfw` or `cgl`.
 
@@ -50,9 +49,18 @@ def find_gl() -> str:
     Raises:
         RenderingUnavailable: nothing works, or `MUJOCO_GL` names something that does not work here.
     """
+    found = _search_gl()
+    if isinstance(found, RenderingUnavailable):
+        raise RenderingUnavailable(*found.args)
+    return found
+
+
+@functools.cache
+def _search_gl() -> str | RenderingUnavailable:
+    """What `find_gl` returns or raises; a failure is kept too, so that every video does not search again."""
     chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
     if chosen in ("disable", "disabled", "off", "false", "0"):
-        raise RenderingUnavailable(f"Rendering is switched off by MUJOCO_GL={chosen}. Unset it to render.")
+        return RenderingUnavailable(f"Rendering is switched off by MUJOCO_GL={chosen}. Unset it to render.")
     if platform.system() == "Darwin":
         return "glfw" if chosen == "glfw" else "cgl"
     if platform.system() != "Linux":
@@ -65,14 +73,14 @@ def find_gl() -> str:
         # background thread, which GLFW does not promise to support.
         candidates = ["egl", "osmesa", *(["glfw"] if display else [])]
     else:
-        raise RenderingUnavailable(f"MUJOCO_GL={chosen!r} is not a backend. {_ADVICE}")
+        return RenderingUnavailable(f"MUJOCO_GL={chosen!r} is not a backend. {_ADVICE}")
     failures = []
     for backend in candidates:
         failure = _try_backend(backend)
         if failure is None:
             return backend
         failures.append(f"  {backend}: {failure}")
-    raise RenderingUnavailable(
+    return RenderingUnavailable(
         "No OpenGL works on this machine"
         + (f" with MUJOCO_GL={chosen}" if chosen else "")
         + ", so nothing can be rendered. Tried:\n"

@@ -224,9 +224,9 @@ def fresh_search(monkeypatch):
     for name in ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(rendering.platform, "system", lambda: "Linux")
-    find_gl.cache_clear()
+    rendering._search_gl.cache_clear()
     yield monkeypatch
-    find_gl.cache_clear()
+    rendering._search_gl.cache_clear()
 
 
 def test_egl_is_tried_first_then_osmesa_and_a_window_system_last(fresh_search):
@@ -241,6 +241,10 @@ def test_egl_is_tried_first_then_osmesa_and_a_window_system_last(fresh_search):
     with pytest.raises(RenderingUnavailable):
         find_gl()
     assert tried == ["egl", "osmesa", "glfw"]
+    with pytest.raises(RenderingUnavailable):
+        find_gl()
+    assert len(tried) == 3  # A failure is remembered, too.
+    rendering._search_gl.cache_clear()
     fresh_search.setattr(rendering, "_try_backend", lambda backend: None if backend == "osmesa" else "no")
     assert find_gl() == "osmesa"
 
