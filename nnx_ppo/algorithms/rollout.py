@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
@@ -23,25 +23,45 @@ from nnx_ppo.networks.types import ModuleState
 # Compiled per environment object, so that the training, evaluation and video programs share one trace of it.
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _reset(env: Any, key: PRNGKeyArray) -> Any:
-    return env.reset(key)
+class _Same:
+    """Stands for an environment by identity, so that it need not be hashable (a dataclass of arrays is not)."""
+
+    def __init__(self, env: Any):
+        self.env = env
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.env is self.env
+
+    def __hash__(self) -> int:
+        return id(self.env)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _step(env: Any, state: Any, action: Any) -> Any:
-    return env.step(state, action)
+def _reset(same: _Same, key: PRNGKeyArray) -> Any:
+    return same.env.reset(key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(same: _Same, state: Any, action: Any) -> Any:
+    return same.env.step(state, action)
 
 
 def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
-    """`n_envs` fresh initial states."""
-    state = jax.vmap(functools.partial(_reset, env))(jax.random.split(key, n_envs))
-    return _without_nonfinite(state)
+    """`n_envs` fresh initial states, all finite."""
+    return _counted_reset(env, key, n_envs)[0]
+
+
+def _counted_reset(env: Any, key: PRNGKeyArray, n_envs: int) -> tuple[Any, UInt32[Array, ""]]:
+    """Fresh initial states, and how many of them had to be replaced because they were not finite."""
+    states = jax.vmap(functools.partial(_reset, _Same(env)))(jax.random.split(key, n_envs))
+    bad = nonfinite_rows(states)
+    states = jax.lax.cond(jnp.any(bad), _replace_rows, lambda states, bad: states, states, bad)
+    return states, jnp.sum(bad, dtype=jnp.uint32)
 
 
 def step(env: Any, env_states: Any, actions: Any) -> Any:
     """One step of every environment; leaves keep the dtypes they had."""
-    next_states = jax.vmap(functools.partial(_step, env))(env_states, actions)
+    next_states = jax.vmap(functools.partial(_step, _Same(env)))(env_states, actions)
     return _like_tree(next_states, env_states)
 
 
@@ -56,7 +76,7 @@ def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
     Raises:
       TypeError: the structure, a shape or a kind of dtype changes, so the environment cannot run in a compiled loop.
     """
-    given, returned = env_states, jax.eval_shape(jax.vmap(functools.partial(_step, env)), env_states, actions)
+    given, returned = env_states, jax.eval_shape(jax.vmap(functools.partial(_step, _Same(env))), env_states, actions)
     before, after = (dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (given, returned))
     keys = {jax.tree_util.keystr(path): path for path in [*before, *after]}
     for key, path in keys.items():
@@ -66,7 +86,7 @@ def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
                 f"the environment's state has {key} only {'after a step' if old is None else 'at reset'}. Reset and "
                 "step must return the same structure: create every entry of info and metrics in reset too."
             )
-        if old.shape != new.shape or not _same_kind(old.dtype, new.dtype):
+        if old.shape != new.shape or not _keeps_values(new.dtype, old.dtype, flag=key.endswith(FLAGS)):
             raise TypeError(
                 f"the environment's state{key} is {old.dtype}{list(old.shape[1:])} at reset and "
                 f"{new.dtype}{list(new.shape[1:])} after a step. Both must be the same: fix reset or step."
@@ -78,11 +98,16 @@ def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
         )
 
 
-def _same_kind(old: Any, new: Any) -> bool:
-    """Whether one dtype holds all of the other, such as a flag that is bool here and float there."""
+FLAGS = (".done", "['truncated']", "['truncation']")
+"""Entries that are true or false, whatever their dtype."""
+
+
+def _keeps_values(new: Any, old: Any, flag: bool) -> bool:
+    """Whether what a step returns, of dtype `new`, can be kept in the dtype of the initial state."""
     if jnp.issubdtype(old, jax.dtypes.prng_key) or jnp.issubdtype(new, jax.dtypes.prng_key):
         return old == new
-    return jnp.promote_types(old, new) in (old, new)
+    same_kind = jnp.dtype(old).kind == jnp.dtype(new).kind
+    return flag or same_kind or jnp.promote_types(old, new) == old
 
 
 def tree_where(condition: Bool[Array, " batch"], if_true: Any, if_false: Any) -> Any:
@@ -111,11 +136,14 @@ class ResetPool(Replaceable):
     taken: Bool[Array, " batch"]
     key: PRNGKeyArray
     draws: Int[Array, ""]
+    nonfinite: UInt32[Array, ""]
+    """Initial states that were replaced because they were not finite."""
 
 
 def empty_reset_pool(key: PRNGKeyArray, env_states: Any) -> ResetPool:
     """A pool with nothing in it yet; `env_states` gives the shapes."""
-    return ResetPool(env_states, jnp.ones(env_states.done.shape, bool), key, jnp.zeros((), jnp.int32))
+    taken = jnp.ones(env_states.done.shape, bool)
+    return ResetPool(env_states, taken, key, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.uint32))
 
 
 def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batch"]) -> tuple[Any, ResetPool]:
@@ -125,8 +153,14 @@ def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batc
         return jnp.any(done & pool.taken)
 
     def draw(pool: ResetPool) -> ResetPool:
-        states = reset(env, jax.random.fold_in(pool.key, pool.draws), done.shape[0])
-        return ResetPool(_like_tree(states, env_states), jnp.zeros_like(pool.taken), pool.key, pool.draws + 1)
+        states, nonfinite = _counted_reset(env, jax.random.fold_in(pool.key, pool.draws), done.shape[0])
+        return ResetPool(
+            states=_like_tree(states, env_states),
+            taken=jnp.zeros_like(pool.taken),
+            key=pool.key,
+            draws=pool.draws + 1,
+            nonfinite=pool.nonfinite + nonfinite,
+        )
 
     # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
     pool = jax.lax.while_loop(exhausted, draw, pool)
@@ -178,12 +212,16 @@ def _rows(leaf: jax.Array, check: Any, batch: int) -> Bool[Array, " batch"]:
     return jnp.all(check(leaf).reshape(batch, -1), axis=1)
 
 
-def _without_nonfinite(env_states: Any) -> Any:
-    """Replace initial states that are not finite by finite ones of other environments."""
-    bad = nonfinite_rows(env_states)
-    rows = jnp.arange(bad.shape[0])
-    source = jnp.where(bad, jnp.argmin(bad), rows)
-    return jax.lax.cond(jnp.any(bad), lambda s: jax.tree.map(lambda x: x[source], s), lambda s: s, env_states)
+def _replace_rows(env_states: Any, bad: Bool[Array, " batch"]) -> Any:
+    """Put the state of a finite row in place of each bad one; where there is none, zeros in place of what is bad."""
+    source = jnp.where(bad, jnp.argmin(bad), jnp.arange(bad.shape[0]))
+
+    def zero_where(is_bad: Any, x: jax.Array) -> jax.Array:
+        return jnp.where(is_bad(x), jnp.zeros_like(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    states = jax.tree.map(lambda x: zero_where(jnp.isnan, x[source]), env_states)
+    finite = functools.partial(jax.tree.map, functools.partial(zero_where, jnp.isinf))
+    return states.replace(obs=finite(states.obs), reward=finite(states.reward))
 
 
 def _flag(env_states: Any, name: str) -> Bool[Array, " batch"]:
@@ -210,7 +248,8 @@ def unroll(env: Any, config: PPOConfig, state: TrainingState) -> tuple[TrainingS
         outcome = read_outcome(next_env_states)
         transition = Transition(
             obs=obs,
-            network_output=out.output,
+            # What only the loss reads is not kept (and so not computed).
+            network_output=out.output.replace(entropies=None, stds=None),
             rewards=outcome.rewards,
             done=outcome.done,
             truncated=outcome.truncated,
@@ -224,10 +263,16 @@ def unroll(env: Any, config: PPOConfig, state: TrainingState) -> tuple[TrainingS
         return (variables, network_states, next_env_states, pool), transition
 
     carry = (state.variables, state.network_states, state.env_states, pool)
-    (variables, network_states, env_states, _), transitions = jax.lax.scan(
+    (variables, network_states, env_states, pool), transitions = jax.lax.scan(
         one_step, carry, None, length=config.rollout_length
     )
-    return state.replace(variables=variables, network_states=network_states, env_states=env_states), transitions
+    state = state.replace(
+        variables=variables,
+        network_states=network_states,
+        env_states=env_states,
+        nonfinite_steps=state.nonfinite_steps + pool.nonfinite,
+    )
+    return state, transitions
 
 
 def _final_values(
@@ -258,7 +303,9 @@ def _step_metrics(level: LoggingLevel, env_states: Any, network_metrics: Any, no
         zero = lambda m: tree_where(nonfinite, jnp.zeros_like(m), m)
         metrics["env"] = jax.tree.map(zero, env_states.metrics)
     if LoggingLevel.NETWORK_METRICS in level:
-        metrics["net"] = network_metrics
+        # A module may return one number for the whole batch.
+        rows = lambda m: m if jnp.ndim(m) else jnp.broadcast_to(m, nonfinite.shape)
+        metrics["net"] = jax.tree.map(rows, network_metrics)
     return metrics
 
 

@@ -37,7 +37,7 @@ class EpisodeWrapper(Wrapper):
         # The inner environment may set a limit of its own; what it leaves untouched must not look like one.
         next_state = self.env.step(_with_info(state, truncated=jnp.zeros((), bool)), action)
         terminated = next_state.done.astype(bool)
-        inner = jnp.asarray(next_state.info["truncated"], bool)
+        inner = jnp.asarray(next_state.info.get("truncated", False), bool)
         inner |= jnp.asarray(next_state.info.get("truncation", False), bool)
         terminated &= ~inner
         truncated = inner | ((step_counter >= self.max_len) & ~terminated)
