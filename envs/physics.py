@@ -589,8 +589,8 @@ def _all_batched(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array)
 
 def _mjx_field(data: Any, name: str) -> Any:
     """A field of ``mjx.Data``, wherever the implementation keeps it; None if it has none."""
-    value = getattr(data, name, None)
-    return getattr(data._impl, name, None) if value is None else value
+    value = vars(data).get(name)
+    return vars(data._impl).get(name) if value is None else value
 
 
 def import_mjx() -> Any:
@@ -680,8 +680,9 @@ def _unsupported_message(mj_model: mujoco.MjModel, impl: Impl, error: NotImpleme
         elements += [f"<flex> number {i}" for i in range(mj_model.nflex)]
     listed = ", ".join(dict.fromkeys(elements[:8])) + (", ..." if len(elements) > 8 else "")
     where = f" It concerns {listed}." if elements else ""
+    reason = str(error).rstrip(".")
     return (
-        f"physics {impl!r} cannot simulate this model: {str(error).rstrip('.')}.{where} Use physics='native', which takes every MJCF, "
+        f"physics {impl!r} cannot simulate this model: {reason}.{where} Use physics='native', which takes every MJCF, "
         "or change the model"
     )
 
