@@ -50,6 +50,7 @@ TASK = Task(
             n_minibatches=8,
             discounting_factor=0.99,
             learning_rate=1e-3,
+            learning_rate_schedule="linear",  # Without it the return falls back now and then.
             gradient_clipping=1.0,
         ),
         eval=EvalConfig(every_steps=500_000, n_envs=32, max_episode_length=EPISODE_LENGTH),
