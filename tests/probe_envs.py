@@ -126,33 +126,28 @@ class Counter:
 
 
 class Poisoned(Counter):
-    """A `Counter` that breaks where `info["poison"]` is set, at the given step.
+    """A `Counter` that breaks with the second step of an episode where `info["poison"]` is not 0.
 
-    Args:
-      where: what breaks: "obs", "reward", "state" (a NaN in the rest of the state).
-      value: what it turns into.
-      at: the step that breaks it.
+    That number says what it breaks into (an index into `values`), and `info["place"]` where: 0 the observation, 1 the
+    reward, 2 the rest of the state. They are data, so that one compiled program serves all cases.
     """
 
-    def __init__(self, where, value=jnp.nan, at=2, length=4):
-        super().__init__(length)
-        self.where, self.value, self.at = where, value, at
+    values = (0.0, float("nan"), float("inf"), -float("inf"))
 
     def reset(self, rng):
         state = super().reset(rng)
-        return state.replace(info={**state.info, "poison": jnp.zeros((), bool), "inner": jnp.zeros(3)})
+        marks = {"poison": jnp.zeros((), jnp.int32), "place": jnp.zeros((), jnp.int32), "inner": jnp.zeros(3)}
+        return state.replace(info={**state.info, **marks})
 
     def step(self, state, action):
         state = super().step(state, action)
-        bad = state.info["poison"] & (state.obs[0] == self.at)
-        spoil = lambda x: jnp.where(bad, self.value, x)
-        match self.where:
-            case "obs":
-                return state.replace(obs=state.obs.at[1].set(spoil(state.obs[1])))
-            case "reward":
-                return state.replace(reward=spoil(state.reward))
-            case _:
-                return state.replace(info={**state.info, "inner": state.info["inner"].at[1].set(spoil(0.0))})
+        value = jnp.asarray(self.values)[state.info["poison"]]
+        spoil = lambda x, place: jnp.where((state.info["place"] == place) & (state.obs[0] == 2), x + value, x)
+        return state.replace(
+            obs=state.obs.at[1].set(spoil(state.obs[1], 0)),
+            reward=spoil(state.reward, 1),
+            info={**state.info, "inner": state.info["inner"].at[1].set(spoil(state.info["inner"][1], 2))},
+        )
 
 
 class BrokenResets(Counter):
