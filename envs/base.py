@@ -289,7 +289,7 @@ def load_spec(model: str | os.PathLike[str] | tuple[str, str] | mujoco.MjSpec) -
       ValueError: no such file or package, or MuJoCo refuses the MJCF (its message is passed on).
     """
     if isinstance(model, mujoco.MjSpec):
-        return model.copy()
+        return model.copy()  # type: ignore[union-attr]
     if isinstance(model, tuple):
         model = package_file(*model)
     elif isinstance(model, str) and model.lstrip().startswith("<"):

@@ -53,7 +53,9 @@ def test_it_moves_as_the_textbook_says(env):
 
     def slope(s, force):
         _, angle, speed, spin = s
-        mass = np.array([[cart + pole, pole * length * np.cos(angle)], [pole * length * np.cos(angle), inertia + pole * length**2]])
+        mass = np.array(
+            [[cart + pole, pole * length * np.cos(angle)], [pole * length * np.cos(angle), inertia + pole * length**2]]
+        )
         forces = [
             force - 5e-4 * speed + pole * length * np.sin(angle) * spin**2,
             pole * 9.81 * length * np.sin(angle) - 2e-6 * spin,
@@ -103,7 +105,9 @@ def test_it_never_terminates_and_stays_on_its_rail(env):
         state = env.step(state, jnp.ones(1))
         return state, (state.done, state.data.qpos[0], state.reward)
 
-    _, (done, position, reward) = jax.jit(lambda s: jax.lax.scan(push, s, None, length=1000))(env.reset(jax.random.key(0)))
+    _, (done, position, reward) = jax.jit(lambda s: jax.lax.scan(push, s, None, length=1000))(
+        env.reset(jax.random.key(0))
+    )
     assert not done.any()
     assert position.max() < 2.0
     assert ((reward >= 0) & (reward <= 1)).all()

@@ -30,7 +30,9 @@ def test_at_the_margin_is_the_value_at_the_margin_on_both_sides(sigmoid):
     ],
 )
 def test_shapes_have_the_values_of_their_formulas(sigmoid, value, at_half, at_two):
-    np.testing.assert_allclose(tolerance(jnp.array([1.0, 4.0]), (0, 0), 2.0, value, sigmoid), [at_half, at_two], rtol=1e-5)
+    np.testing.assert_allclose(
+        tolerance(jnp.array([1.0, 4.0]), (0, 0), 2.0, value, sigmoid), [at_half, at_two], rtol=1e-5
+    )
 
 
 def test_infinite_bounds_leave_one_side_open():
