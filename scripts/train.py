@@ -83,9 +83,8 @@ def train(command: Command, console: Console, started: float) -> int:
             return FAILED
     draw_learning_curve(run)
     title = "finished" if not stop.received else f"interrupted by {stop.received.name} at step {result.total_steps:,}"
-    report.show_footer(
-        console, title, summary, result.eval_history, files(command, run, interrupted=stop.received is not None)
-    )
+    where = files(command, run, interrupted=stop.received is not None)
+    report.show_footer(console, title, summary, evaluations(run, result), where)
     return stop.exit_code
 
 
@@ -213,6 +212,15 @@ def make_logger(
             )
         )
     return Logger(*sinks, video_directory=run.videos, fps=1 / getattr(env, "dt", 1 / 30))
+
+
+def evaluations(run: RunFolder, result: "TrainResult") -> list[dict[str, Any]]:
+    """All evaluations of the run, also those from before it was resumed, oldest first."""
+    from nnx_ppo.loggers import read_records
+
+    found = [*read_records(run.path), *result.eval_history]
+    by_step = {record["step"]: record for record in found if report.RETURN in record}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def draw_learning_curve(run: RunFolder) -> None:

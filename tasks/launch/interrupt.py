@@ -44,5 +44,8 @@ class StopOnSignal:
             os.write(sys.stderr.fileno(), b"\nstopped at once; the last checkpoint stands\n")
             os._exit(128 + number)
         self.received = signal.Signals(number)
-        message = f"\n{self.received.name}: stopping after this iteration with a checkpoint; once more exits at once\n"
+        message = (
+            f"\n{self.received.name}: stopping after this iteration, with a checkpoint and the videos that are being "
+            "made; once more exits at once\n"
+        )
         os.write(sys.stderr.fileno(), message.encode())

@@ -72,14 +72,12 @@ class RunSummary:
         """`started` is the `time.monotonic()` at the start of the program."""
         self.phase_seconds: dict[str, float] = defaultdict(float)
         """The `time/...` metrics, added up."""
-        self.best: tuple[float, int] | None = None
-        """Best evaluation return and the step it was seen at."""
         self.first_iteration_seconds: float | None = None
         self._console = console
         self._started = started
         self._points: list[tuple[float, int]] = []
         self._first_step = first_step
-        self._status = console.status("compiling (once; the next start of this run finds it in the cache)")
+        self._status = console.status("compiling")
 
     def __enter__(self) -> "RunSummary":
         if self._console.is_terminal:
@@ -97,8 +95,6 @@ class RunSummary:
         for name, value in metrics.items():
             if name.startswith("time/"):
                 self.phase_seconds[name.removeprefix("time/").removesuffix("_s")] += float(value)
-        if RETURN in metrics and (self.best is None or float(metrics[RETURN]) > self.best[0]):
-            self.best = (float(metrics[RETURN]), steps)
         if steps > self._first_step:
             if self.first_iteration_seconds is None:
                 self.first_iteration_seconds = time.monotonic() - self._started
@@ -122,16 +118,18 @@ def show_footer(
     console: Console,
     title: str,
     summary: RunSummary,
-    eval_history: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
     files: Mapping[str, str],
 ) -> None:
-    """How the run ended: returns, time per phase, speed, and where everything is."""
+    """How the run ended: returns, time per phase, speed, and where everything is.
+
+    `evaluations` are records with `step` and the `eval/...` metrics, oldest first.
+    """
     rows: dict[str, str] = {}
-    if eval_history:
-        last = eval_history[-1]
-        rows["final return"] = f"{float(last[RETURN]):.1f} ± {float(last[RETURN_STD]):.1f}"
-        if summary.best is not None:
-            rows["best return"] = f"{summary.best[0]:.1f} at step {summary.best[1]:,}"
+    if evaluations:
+        last, best = evaluations[-1], max(evaluations, key=lambda record: record[RETURN])
+        rows["final return"] = f"{last[RETURN]:.1f} ± {last[RETURN_STD]:.1f}"
+        rows["best return"] = f"{best[RETURN]:.1f} at step {best['step']:,}"
     rows["time"] = _duration(summary.elapsed_seconds)
     if summary.first_iteration_seconds is not None:
         rows["time"] += f", first iteration after {summary.first_iteration_seconds:.1f} s"
