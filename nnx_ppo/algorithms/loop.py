@@ -76,8 +76,8 @@ def run_training(
     *,
     resumed: bool,
     log_fn: LogFn | None,
-    video_fn: Callable[[VideoData], None] | None,
-    checkpoint_fn: Callable[[TrainingState, int], None] | None,
+    video_fn: Callable[[VideoData], object] | None,
+    checkpoint_fn: Callable[[TrainingState, int], object] | None,
     stop_fn: StopFn | None,
 ) -> TrainResult:
     """Train to the end; whatever happens, `networks` holds the latest parameters afterwards."""
@@ -98,8 +98,8 @@ class TrainingLoop:
         config: TrainConfig,
         state: TrainingState,
         log_fn: LogFn | None,
-        video_fn: Callable[[VideoData], None] | None,
-        checkpoint_fn: Callable[[TrainingState, int], None] | None,
+        video_fn: Callable[[VideoData], object] | None,
+        checkpoint_fn: Callable[[TrainingState, int], object] | None,
         stop_fn: StopFn | None,
     ):
         self.programs, self.config = programs, config
@@ -115,6 +115,7 @@ class TrainingLoop:
         self.video_worker = VideoWorker()
         self.pending: Pending | None = None
         self.actions = self._make_actions()
+        self.compiling_since: float | None = time.perf_counter()
         self.compiled = compile_programs(self._programs())
 
     def run(self, resumed: bool) -> TrainResult:
@@ -144,12 +145,13 @@ class TrainingLoop:
             self._flush()
 
     def _iterate(self) -> None:
+        compile_time = self._compile_time() if self.timed else {}
         started = time.perf_counter()
         self.state, metrics, health = self.compiled["training"]()(self.state)
         self._flush()
         before, self.steps = self.steps, self.steps + self.programs.steps_per_iteration
         self.iteration += 1
-        results = Results(metrics, health)
+        results = Results(metrics | compile_time, health)
         if self.timed:
             jax.block_until_ready(metrics)
             results.add(throughput("train", self.programs.steps_per_iteration, time.perf_counter() - started))
@@ -158,6 +160,15 @@ class TrainingLoop:
             if action.due(self.steps, before) or (last and action.at_end and action.every_steps > 0):
                 results.add(action(self.state, self.steps))
         self.pending = Pending(self.steps, results)
+
+    def _compile_time(self) -> dict[str, float]:
+        """Seconds until every program was there; told once."""
+        if self.compiling_since is None:
+            return {}
+        for compiled in self.compiled.values():
+            compiled()
+        seconds, self.compiling_since = time.perf_counter() - self.compiling_since, None
+        return {"time/compile_s": seconds}
 
     def _end_early(self) -> None:
         """A stop was asked for: save first, because whoever asked may not wait; then evaluate once more."""
@@ -174,7 +185,7 @@ class TrainingLoop:
             return
         pending, self.pending = self.pending, None
         metrics, health = jax.device_get((pending.results.metrics, pending.results.health))
-        metrics = {name: value.item() if np.ndim(value) == 0 else value for name, value in metrics.items()}
+        metrics = {name: np.asarray(value).item() if np.ndim(value) == 0 else value for name, value in metrics.items()}
         self.final_metrics = metrics
         if "eval/episode_reward/mean" in metrics:
             evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}

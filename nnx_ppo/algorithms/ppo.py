@@ -25,6 +25,7 @@ from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
+from nnx_ppo.algorithms.metrics import grad_norms, iteration_metrics, metrics_of_level
 from nnx_ppo.algorithms.optimizer import adapt_learning_rate, make_optimizer, schedule_learning_rate
 from nnx_ppo.algorithms.returns import gae
 from nnx_ppo.algorithms.tree_paths import flatten
@@ -51,8 +52,8 @@ def train_ppo(
     total_steps: int | None = None,
     seed: int | None = None,
     log_fn: LogFn | None = None,
-    video_fn: Callable[[VideoData], None] | None = None,
-    checkpoint_fn: Callable[[TrainingState, int], None] | None = None,
+    video_fn: Callable[[VideoData], object] | None = None,
+    checkpoint_fn: Callable[[TrainingState, int], object] | None = None,
     eval_env: RLEnv | None = None,
     initial_state: TrainingState | None = None,
     stop_fn: StopFn | None = None,
@@ -130,7 +131,7 @@ def ppo_step(env: RLEnv, config: PPOConfig, state: TrainingState) -> tuple[Train
         steps=add_steps(state.steps, config.n_envs * config.rollout_length),
         nonfinite_steps=state.nonfinite_steps + jnp.sum(transitions.nonfinite, dtype=jnp.uint32),
     )
-    return state, iteration_metrics(config, transitions, update_metrics)
+    return state, iteration_metrics(config, transitions, advantages, targets, update_metrics, state.params)
 
 
 def estimate_advantages(config: PPOConfig, state: TrainingState, transitions: Transition) -> tuple[Any, Any]:
@@ -213,6 +214,8 @@ def update(
     def one_update(carry: Any, rows: jax.Array) -> tuple[Any, dict[str, Array]]:
         params, optimizer_state, variables, skipped, source = carry
         gradient, (metrics, variables) = jax.grad(loss, has_aux=True)(params, variables, rows)
+        if LoggingLevel.GRAD_NORM in config.logging_level:
+            metrics |= grad_norms(unravel(gradient))
         changes, new_optimizer_state = optimizer.update(gradient, optimizer_state, params)
         new_optimizer_state = adapt_learning_rate(config, new_optimizer_state, metrics["losses/approx_kl"])
         finite = jnp.stack([jnp.isfinite(metrics[name]) for name in LOSSES] + [jnp.all(jnp.isfinite(gradient))])
@@ -235,7 +238,7 @@ def update(
         skipped_updates=skipped,
         nonfinite_source=source,
     )
-    return state, jax.tree.map(jnp.mean, metrics)
+    return state, jax.tree.map(jnp.mean, metrics_of_level(config.logging_level, metrics))
 
 
 LOSSES = ("losses/actor_loss", "losses/critic_loss", "losses/regularization")
@@ -252,11 +255,10 @@ def ppo_loss(
       The loss, and (metrics, network variables after the call).
     """
     output, regularization, variables = replay(graphdef, params, variables, batch)
-    actor_losses, kls = {}, []
+    log_ratios, actor_losses = [], {}
     for name, new, old, advantage in pair_heads(config, output.loglikelihoods, batch):
-        log_ratio = new - old
-        actor_losses[name] = clipped_surrogate(log_ratio, advantage, config.clip_range)
-        kls.append(jnp.mean(jnp.expm1(log_ratio) - log_ratio))
+        log_ratios.append(new - old)
+        actor_losses[name] = clipped_surrogate(new - old, advantage, config.clip_range)
     critic_losses = jax.tree.map(
         lambda value, target: 0.5 * jnp.mean((value - target) ** 2), output.value_estimates, batch.targets
     )
@@ -270,13 +272,23 @@ def ppo_loss(
         "losses/regularization": regularization,
         "losses/entropy": mean_entropy(output),
         "losses/total": total,
-        "losses/approx_kl": sum(kls) / len(kls),
+        "losses/approx_kl": jnp.mean(jnp.stack([approximate_kl(log_ratio) for log_ratio in log_ratios])),
     }
     if len(actor_losses) > 1:
         metrics |= {f"losses/actor_loss/{name}": loss for name, loss in actor_losses.items()}
     if jax.tree.structure(critic_losses).num_leaves > 1:
         metrics |= flatten("losses/critic_loss", critic_losses)
+    if LoggingLevel.ACTOR_EXTRA in config.logging_level:
+        outside = [jnp.abs(jnp.expm1(log_ratio)) > config.clip_range for log_ratio in log_ratios]
+        metrics["losses/clipping_fraction"] = jnp.mean(jnp.stack(outside), dtype=jnp.float32)
+        if output.stds is not None:
+            metrics["losses/policy_std"] = jnp.mean(jnp.stack([jnp.mean(std) for std in jax.tree.leaves(output.stds)]))
     return total, (metrics, variables)
+
+
+def approximate_kl(log_ratio: Float[Array, "..."]) -> Float[Array, ""]:
+    """Mean of (r - 1) - log r, which estimates KL(old || new) with little variance and is never negative."""
+    return jnp.mean(jnp.expm1(log_ratio) - log_ratio)
 
 
 def clipped_surrogate(
@@ -365,15 +377,6 @@ def update_statistics(state: TrainingState, transitions: Transition) -> Training
     network = functional.merge(state.graphdef, state.params, state.variables)
     network.update_statistics(transitions.rollout_extras)
     return state.replace(variables=functional.split(network)[2])
-
-
-def iteration_metrics(config: PPOConfig, transitions: Transition, update_metrics: dict[str, Array]) -> dict[str, Array]:
-    """The metrics that the logging level asks for."""
-    metrics = {}
-    if LoggingLevel.LOSSES in config.logging_level:
-        metrics |= update_metrics
-        metrics["rollout_batch/reward/mean"] = jnp.mean(sum(jax.tree.leaves(transitions.rewards)))
-    return metrics
 
 
 # --- the first state ------------------------------------------------------------------------------------------

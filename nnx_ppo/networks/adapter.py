@@ -12,8 +12,8 @@ class PPOAdapter(StatefulModule):
     """Runs both ports on the same input.
 
     Args:
-      action: its output is what a sampler returns, a dict with `action`, `log_likelihood` and maybe `entropy`, or a
-        tree of such dicts.
+      action: its output is what a sampler returns, a dict with `action`, `log_likelihood` and maybe `entropy` and
+        `std`, or a tree of such dicts.
       value: its output is the value estimate, or a dict of them by reward term; a trailing axis of size 1 is dropped.
     """
 
@@ -32,7 +32,8 @@ class PPOAdapter(StatefulModule):
                 actions=_of_samplers(action.output, "action"),
                 loglikelihoods=_of_samplers(action.output, "log_likelihood"),
                 value_estimates=jax.tree.map(_drop_trailing_one, value.output),
-                entropies=_of_samplers(action.output, "entropy") if _tells_entropy(action.output) else None,
+                entropies=_of_samplers(action.output, "entropy") if _all_tell(action.output, "entropy") else None,
+                stds=_of_samplers(action.output, "std") if _all_tell(action.output, "std") else None,
             ),
             regularization_loss=action.regularization_loss + value.regularization_loss,
             metrics={"action": action.metrics, "value": value.metrics},
@@ -63,8 +64,8 @@ def _is_sample(node: Any) -> bool:
     return isinstance(node, dict) and {"action", "log_likelihood"} <= node.keys()
 
 
-def _tells_entropy(output: Any) -> bool:
-    return all("entropy" in sample for sample in jax.tree.leaves(output, is_leaf=_is_sample))
+def _all_tell(output: Any, entry: str) -> bool:
+    return all(_is_sample(sample) and entry in sample for sample in jax.tree.leaves(output, is_leaf=_is_sample))
 
 
 def _of_samplers(output: Any, entry: str) -> Any:

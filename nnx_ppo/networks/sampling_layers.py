@@ -1,8 +1,8 @@
 """Samplers: the last layer of an actor turns distribution parameters into an action and its log-likelihood.
 
-The output is a dict `{"action", "log_likelihood", "entropy"}`, which `PPOAdapter` takes apart. In a rollout the
-sampled raw action is emitted as `rollout_extras`; in the loss it comes back and only its log-likelihood is computed
-anew. After `network.eval()` a sampler is deterministic and returns the mode.
+The output is a dict with `action`, `log_likelihood` and, for logging, `entropy` and `std`; `PPOAdapter` takes it apart.
+In a rollout the sampled raw action is emitted as `rollout_extras`; in the loss it comes back and only its
+log-likelihood is computed anew. After `network.eval()` a sampler is deterministic and returns the mode.
 """
 
 import abc
@@ -77,6 +77,7 @@ class NormalTanhSampler(ActionSampler):
                 "action": jnp.tanh(raw_action),
                 "log_likelihood": jnp.sum(normal_log_density(raw_action, mean, std) - log_tanh_slope(raw_action), -1),
                 "entropy": entropy,
+                "std": std,
             },
             regularization_loss=-self.entropy_weight * entropy,
             metrics={"mu": mean, "sigma": std},

@@ -46,6 +46,8 @@ class PPONetworkOutput(_Replaceable):
     """One entry per reward term."""
     entropies: PyTree[Float[Array, "*batch"]] | None = None
     """Of the policy, nats, one entry per action head; None where a sampler does not tell."""
+    stds: PyTree[Float[Array, "*batch action"]] | None = None
+    """Standard deviations of the policy before squashing, likewise; None for discrete policies."""
 
 
 @jax.tree_util.register_dataclass
