@@ -51,11 +51,12 @@ TASK = Task(
             discounting_factor=0.97,
             clip_range=0.3,
             learning_rate=3e-4,
+            learning_rate_schedule="linear",  # At a constant rate the gait is lost again after some millions of steps.
             gradient_clipping=1.0,
             reward_scaling=0.1,
         ),
         eval=EvalConfig(every_steps=1_000_000, n_envs=64, max_episode_length=EPISODE_LENGTH),
-        video=VideoConfig(enabled=True, every_steps=2_500_000, episode_length=EPISODE_LENGTH),
+        video=VideoConfig(enabled=True, every_steps=5_000_000, episode_length=EPISODE_LENGTH),
         checkpoint_every_steps=1_000_000,
     ),
 )
