@@ -315,6 +315,11 @@ class NativePhysics:
         # Auto-reset would silently move an unstable simulation to its default state.
         self._model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_AUTORESET)
         self._pool = _BatchPool(self._model, self.n_threads, tuple(self.layout.derived_slots))
+        try:
+            with self._pool.batch(1):
+                pass
+        except (ValueError, mujoco.FatalError) as error:
+            raise ValueError(f"physics 'native' cannot simulate this model: {error}") from error
         self._runs = _copy_plan(self._pool, self.layout)
         ctrl = self.layout.state_slots["ctrl"]
         self._ctrl = slice(ctrl.start, ctrl.start + ctrl.size)
@@ -559,8 +564,9 @@ class MjxPhysics:
             @call.def_vmap
             def _(axis_size: int, in_batched: Any, states: jax.Array, ctrls: jax.Array) -> Any:
                 states, ctrls = _all_batched(axis_size, in_batched, states, ctrls)
-                flat = call(*(x.reshape(-1, x.shape[-1]) for x in (states, ctrls)))
-                return tuple(x.reshape(*states.shape[:2], -1) for x in flat), (True, True)
+                outer, inner = states.shape[:2]
+                flat = call(*(x.reshape(outer * inner, x.shape[-1]) for x in (states, ctrls)))
+                return tuple(x.reshape(outer, inner, x.shape[-1]) for x in flat), (True, True)
 
             return call
 

@@ -205,6 +205,14 @@ def test_one_call_of_the_host_per_control_step_whatever_the_batch(mj_model):
     assert calls == [(5, (N, data.state.shape[-1]))] * 3
 
 
+def test_on_another_device_the_host_gets_copies_with_the_same_result(physics, batch, monkeypatch):
+    data, ctrl = batch
+    step = lambda: jax.jit(jax.vmap(lambda d, u: physics.step(d, u, 2)))(data, ctrl)
+    expected = step()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert_same(step(), expected)
+
+
 def test_two_host_threads_may_step_at_once(physics, batch):
     data, ctrl = batch
     step = jax.jit(jax.vmap(lambda d, u: physics.step(d, u, 5)))
@@ -325,7 +333,7 @@ def test_engines_agree_field_by_field(mj_model, physics, batch, impl, _):
 @pytest.mark.warp
 def test_warp_gives_every_environment_of_a_batch_its_own_result(mj_model, batch):
     pytest.importorskip("warp")
-    physics = make_physics(mj_model, "warp", ("xpos",))
+    physics = make_physics(mj_model, "warp")
     data = jax.vmap(lambda q, v: physics.init(qpos=q, qvel=v))(batch[0].qpos, batch[0].qvel)
     ctrl = batch[1]
     step = lambda d, u: physics.step(d, u, 2)
@@ -386,6 +394,7 @@ CYLINDER_ON_BOX = (
     '<mujoco><worldbody><geom name="table" type="box" size="1 1 1"/><body name="b" pos="0 0 2"><freejoint/>'
     '<geom name="can" type="cylinder" size=".1 .1"/></body></worldbody></mujoco>'
 )
+SLEEPING = '<mujoco><option><flag sleep="enable"/></option></mujoco>'
 DAMPED_BY_USER = (
     '<mujoco><worldbody><body><joint name="j"/><geom size=".1"/></body></worldbody><actuator>'
     '<general name="odd" joint="j" biastype="user"/></actuator></mujoco>'
@@ -401,6 +410,7 @@ DAMPED_BY_USER = (
         ("<mujoco/>", {"impl": "native", "n_threads": 0}, "n_threads is 0: give at least 1"),
         (CYLINDER_ON_BOX, {"impl": "jax"}, "<geom name='can'>, <geom name='table'>. Use physics='native'"),
         (DAMPED_BY_USER, {"impl": "jax"}, "<actuator name='odd'>"),
+        (SLEEPING, {"impl": "native"}, "physics 'native' cannot simulate this model: sleep"),
         (MODEL, {"impl": "jax", "fields": ["geom_xquat"]}, "does not compute the data field 'geom_xquat'"),
     ],
 )
