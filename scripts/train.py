@@ -60,7 +60,7 @@ def train(command: Command, console: Console, started: float) -> int:
         from flax import nnx
 
         use_compilation_cache()
-        env = task.make_env(command.options.physics)
+        env = build_env(command)
         networks = task.make_networks(env, nnx.Rngs(config.seed))
         initial_state, first_step = restore(command, networks)
         if command.resumed:
@@ -86,6 +86,16 @@ def train(command: Command, console: Console, started: float) -> int:
     where = files(command, run, interrupted=stop.received is not None)
     report.show_footer(console, title, summary, evaluations(run, result), where)
     return stop.exit_code
+
+
+def build_env(command: Command) -> Any:
+    """The task's environment. What one of our own cannot do (physics that is not installed) needs no traceback."""
+    try:
+        return command.task.make_env(command.options.physics)
+    except (ValueError, ImportError) as error:
+        if command.task_file is not None:
+            raise
+        raise UsageError(str(error)) from error
 
 
 def run_training(
@@ -117,7 +127,7 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
     if command.resumed is None:
         return None, 0
 
-    from nnx_ppo.algorithms.checkpointing import latest_checkpoint, load_checkpoint
+    from nnx_ppo.algorithms.checkpointing import CheckpointError, latest_checkpoint, load_checkpoint
     from nnx_ppo.algorithms.optimizer import make_optimizer
     from nnx_ppo.networks.functional import split
 
@@ -126,7 +136,10 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
     if path is None:
         raise UsageError(f"{str(run.path)!r} has no checkpoint, so there is nothing to go on from: start a new run.")
     _, params, _ = split(networks)
-    loaded = load_checkpoint(path, networks, make_optimizer(command.config.ppo).init(params))
+    try:
+        loaded = load_checkpoint(path, networks, make_optimizer(command.config.ppo).init(params))
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
     if loaded["step"] >= command.config.ppo.total_steps:
         raise UsageError(
             f"{str(run.path)!r} is at step {loaded['step']:,}, the end of its training. "

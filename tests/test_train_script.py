@@ -1,5 +1,6 @@
 """`scripts/train.py` as its users start it, and the parts it is made of."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -193,6 +194,18 @@ def test_ctrl_c_saves_and_the_run_resumes_where_it_stopped(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert script_module().main(["--resume", "run", "--ppo.total-steps", str(stopped_at + 64)]) == 2
     assert "the end of its training" in capsys.readouterr().err
+
+
+def test_physics_that_is_not_installed_is_refused_without_a_traceback_or_a_folder(tmp_path, monkeypatch, capsys):
+    def refuse(physics):
+        raise ValueError(f"physics {physics!r} needs Warp, which is not installed")
+
+    task = dataclasses.replace(load_task("humanoid"), make_env=refuse)
+    monkeypatch.setattr("tasks.launch.command_line.load_task", lambda name: task)
+    out = tmp_path / "run"
+    assert script_module().main(["--task", "humanoid", "--physics", "warp", "--out", str(out)]) == 2
+    assert "error: physics 'warp' needs Warp" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_second_ctrl_c_exits_at_once():

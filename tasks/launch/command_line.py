@@ -187,7 +187,7 @@ def _logging_level(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructo
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
-        metavar="LEVEL ...",
+        metavar=f"{{{','.join(LoggingLevel.__members__)}}} ...",
         instance_from_str=LoggingLevel.from_names,
         is_instance=lambda value: isinstance(value, LoggingLevel),
         str_from_instance=lambda level: level.names or ["NONE"],
