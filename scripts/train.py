@@ -128,7 +128,7 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
         return None, 0
 
     from nnx_ppo.algorithms.checkpointing import CheckpointError, latest_checkpoint, load_checkpoint
-    from nnx_ppo.algorithms.optimizer import make_optimizer
+    from nnx_ppo.algorithms.optimizer import new_optimizer_state
     from nnx_ppo.networks.functional import split
 
     run = command.resumed
@@ -137,7 +137,7 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
         raise UsageError(f"{str(run.path)!r} has no checkpoint, so there is nothing to go on from: start a new run.")
     _, params, _ = split(networks)
     try:
-        loaded = load_checkpoint(path, networks, make_optimizer(command.config.ppo).init(params))
+        loaded = load_checkpoint(path, networks, new_optimizer_state(command.config.ppo, params))
     except CheckpointError as error:
         raise UsageError(str(error)) from error
     if loaded["step"] >= command.config.ppo.total_steps:

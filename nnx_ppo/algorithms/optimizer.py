@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import optax.tree_utils
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 from nnx_ppo.algorithms.config import PPOConfig
@@ -23,6 +24,11 @@ def make_optimizer(config: PPOConfig) -> optax.GradientTransformation:
 
     clip = optax.identity() if config.gradient_clipping is None else optax.clip_by_global_norm(config.gradient_clipping)
     return optax.chain(clip, optax.inject_hyperparams(adam)(learning_rate=config.learning_rate))
+
+
+def new_optimizer_state(config: PPOConfig, params: Any) -> optax.OptState:
+    """The state before the first update. It is over all parameters as one vector, as updates see them."""
+    return make_optimizer(config).init(ravel_pytree(params)[0])
 
 
 def learning_rate(optimizer_state: optax.OptState) -> Float[Array, ""]:

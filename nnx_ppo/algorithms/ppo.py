@@ -26,7 +26,12 @@ from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import grad_norms, iteration_metrics, metrics_of_level
-from nnx_ppo.algorithms.optimizer import adapt_learning_rate, make_optimizer, schedule_learning_rate
+from nnx_ppo.algorithms.optimizer import (
+    adapt_learning_rate,
+    make_optimizer,
+    new_optimizer_state,
+    schedule_learning_rate,
+)
 from nnx_ppo.algorithms.returns import gae
 from nnx_ppo.algorithms.tree_paths import flatten
 from nnx_ppo.algorithms.types import (
@@ -103,7 +108,7 @@ def train_ppo(
         config,
         state,
         networks,
-        resumed=initial_state is not None,
+        resumed=state.steps_taken > 0,
         log_fn=log_fn,
         video_fn=video_fn,
         checkpoint_fn=checkpoint_fn,
@@ -385,6 +390,7 @@ def update_statistics(state: TrainingState, transitions: Transition) -> Training
 def initial_training_state(env: RLEnv, networks: StatefulModule, config: TrainConfig) -> TrainingState:
     """The state before the first iteration; all randomness derives from `config.seed`."""
     graphdef, params, variables = functional.split(networks)
+    graphdef = functional.training_graphdef(graphdef, params, variables)
     key = jax.random.key(config.seed)
     env_states = first_env_states(env, key, config.ppo.n_envs)
     network_states = networks.initialize_state(config.ppo.n_envs)
@@ -395,7 +401,7 @@ def initial_training_state(env: RLEnv, networks: StatefulModule, config: TrainCo
     return TrainingState(
         params=params,
         variables=variables,
-        optimizer=make_optimizer(config.ppo).init(ravel_pytree(params)[0]),
+        optimizer=new_optimizer_state(config.ppo, params),
         network_states=network_states,
         env_states=env_states,
         rng_key=key,
