@@ -162,7 +162,10 @@ class Data:
             slot = self.layout.state_slots.get(name)
             if slot is None:
                 raise ValueError(_not_state_message(name, self.layout))
-            flat = jnp.asarray(value, jnp.float32).reshape((*self.state.shape[:-1], slot.size))
+            lead = self.state.shape[:-1]
+            if jnp.shape(value) != (*lead, *slot.shape):
+                raise ValueError(f"{name!r} has shape {jnp.shape(value)}: it must be {(*lead, *slot.shape)}")
+            flat = jnp.asarray(value, jnp.float32).reshape((*lead, slot.size))
             state = jnp.asarray(state).at[..., slot.start : slot.start + slot.size].set(flat)
         return dataclasses.replace(self, state=state)
 
@@ -251,6 +254,7 @@ def make_layout(mj_model: mujoco.MjModel, fields: Sequence[str]) -> Layout:
       ValueError: a field is not one that every simulation has at a fixed size.
     """
     template = mujoco.MjData(mj_model)
+    fields = (fields,) if isinstance(fields, str) else fields
     for name in fields:
         if name not in DATA_FIELDS:
             raise ValueError(
@@ -526,7 +530,7 @@ class MjxPhysics:
         """``n_substeps`` of mj_step, or mj_forward if that is 0, on packed vectors of one simulation."""
         mjx = import_mjx()
         packed = Data(state, jnp.zeros(self.layout.n_derived), self.layout).replace(ctrl=ctrl)
-        data = self._template if template is None else template
+        data = _as_constants(self._template if template is None else template)
         present = {name: getattr(packed, name) for name, slot in self.layout.state if slot.size}
         data = data.replace(**{name: value.astype(_mjx_field(data, name).dtype) for name, value in present.items()})
         if n_substeps == 0:
@@ -550,8 +554,7 @@ class MjxPhysics:
         def many(n_substeps: int, states: jax.Array, ctrls: jax.Array) -> tuple[jax.Array, jax.Array]:
             n_envs = states.shape[0]
             if n_envs not in templates:
-                with jax.ensure_compile_time_eval():
-                    templates[n_envs] = _make_mjx_data(self.mj_model, "warp", n_envs)
+                templates[n_envs] = _make_mjx_data(self.mj_model, "warp", n_envs)
             one = functools.partial(self._advance_one, n_substeps, template=templates[n_envs])
             return jax.vmap(one)(states, ctrls)
 
@@ -640,17 +643,32 @@ def _without_chatter(warp_model: Any) -> Any:
 
 
 def _make_mjx_data(mj_model: mujoco.MjModel, impl: Impl, n_envs: int = 1) -> Any:
-    """``mjx.Data`` of the default state; for Warp with room for the contacts of ``n_envs`` environments."""
+    """``mjx.Data`` of the default state in NumPy; for Warp with room for the contacts of ``n_envs`` environments."""
     mjx = import_mjx()
     try:
-        data = mjx.make_data(mj_model, impl=impl)
-        if impl == "warp" and n_envs > 1:
-            # Warp's own guess for one environment, so many times.
-            contacts = _mjx_field(data, "contact__dist").shape[0]
-            data = mjx.make_data(mj_model, impl=impl, naconmax=n_envs * contacts)
-        return data
+        # Perhaps called while something else is being traced, which this is no part of.
+        with jax.ensure_compile_time_eval():
+            data = mjx.make_data(mj_model, impl=impl)
+            if impl == "warp" and n_envs > 1:
+                # Warp's own guess for one environment, so many times.
+                contacts = _mjx_field(data, "contact__dist").shape[0]
+                data = mjx.make_data(mj_model, impl=impl, naconmax=n_envs * contacts)
+            return jax.device_get(data)
     except NotImplementedError as error:
         raise ValueError(_unsupported_message(mj_model, impl, error)) from error
+
+
+def _as_constants(data: Any) -> Any:
+    """NumPy leaves as JAX arrays, those of one value by that value: buffers for thousands of environments are
+    zeros, and as arrays they would be written out in the compiled program."""
+
+    def constant(leaf: Any) -> jax.Array:
+        leaf = np.asarray(leaf)
+        if leaf.size and (leaf == leaf.flat[0]).all():
+            return jnp.full(leaf.shape, leaf.flat[0], leaf.dtype)
+        return jnp.asarray(leaf)
+
+    return jax.tree.map(constant, data)
 
 
 def available_cpus() -> int:

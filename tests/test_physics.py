@@ -442,6 +442,8 @@ def test_a_field_that_was_not_named_says_how_to_add_it(physics):
         data.replace(xfrc_applied=0)
     with pytest.raises(ValueError, match=r"no field 'qpo' \(did you mean 'qpos'\?\)"):
         data.replace(qpo=0)
+    with pytest.raises(ValueError, match=r"'qpos' has shape \(3,\): it must be \(16,\)"):
+        physics.init(qpos=jnp.zeros(3))
 
 
 def test_importing_envs_leaves_brax_and_mjx_alone():
