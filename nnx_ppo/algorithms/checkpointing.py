@@ -74,7 +74,7 @@ def make_checkpoint_fn(
         save_checkpoint(directory, training_state, step, {"config": plain_config, **(metadata or {})})
         if keep is not None:
             for old in checkpoints(directory)[:-keep]:
-                shutil.rmtree(old)
+                _remove(old)
 
     return checkpoint_fn
 
@@ -95,22 +95,33 @@ def save_checkpoint(directory: Path, state: TrainingState, step: int, metadata: 
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(unfinished / "arrays", jax.tree.map(np.asarray, arrays))
     described = {
-        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} | ({"key": True} if is_key(leaf) else {})
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+        | ({"key": str(jax.random.key_impl(leaf))} if is_key(leaf) else {})
         for name, leaf in leaves.items()
     }
     (unfinished / "metadata.json").write_text(
         json.dumps({"format": FORMAT, "step": step, **metadata, "leaves": described}, indent=1)
     )
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     unfinished.rename(final)
     return final
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; one that is half deleted no longer has the name of one."""
+    doomed = checkpoint.with_name(f".removed_{checkpoint.name}_{os.getpid()}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def checkpoints(directory: str | os.PathLike) -> list[Path]:
     """The complete checkpoints in a directory, oldest first."""
     found = [path for path in Path(directory).glob("step_*") if (path / "metadata.json").is_file()]
-    return sorted(found, key=lambda path: path.name)
+    # By number: past ten digits the names no longer sort.
+    return sorted(
+        (path for path in found if path.name[5:].isdecimal()), key=lambda path: int(path.name.removeprefix("step_"))
+    )
 
 
 def latest_checkpoint(directory: str | os.PathLike) -> Path | None:
@@ -141,17 +152,14 @@ def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             arrays = checkpointer.restore(path / "arrays")
+        leaves = {name: _leaf(arrays, name, about) for name, about in metadata["leaves"].items()}
     except Exception as error:
         raise CheckpointError(
-            f"the arrays of the checkpoint {path} cannot be read: {error}. Use an older checkpoint of the run."
+            f"the arrays of the checkpoint {path} cannot be read: {type(error).__name__}: {error}. Use an older "
+            "checkpoint of the run."
         ) from error
-    leaves = {}
-    for name, about in metadata["leaves"].items():
-        if 0 in about["shape"]:
-            leaves[name] = jnp.zeros(about["shape"], about["dtype"])
-        else:
-            leaves[name] = jax.random.wrap_key_data(arrays[name]) if about.get("key") else jnp.asarray(arrays[name])
     graphdef, params, variables = functional.split(networks)
+    graphdef = functional.training_graphdef(graphdef, params, variables)
     batch = next(leaf.shape[0] for name, leaf in leaves.items() if name.startswith("env_states"))
     state = TrainingState(
         params=place(leaves, "params", params),
@@ -170,6 +178,14 @@ def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer
         "config": None if config is None else from_plain(TrainConfig, config),
         "metadata": metadata,
     }
+
+
+def _leaf(arrays: Mapping[str, Any], name: str, about: Mapping[str, Any]) -> jax.Array:
+    if 0 in about["shape"]:
+        return jnp.zeros(about["shape"], about["dtype"])
+    if "key" in about:
+        return jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=about["key"])
+    return jnp.asarray(arrays[name])
 
 
 SCALARS = ("rng_key", "iteration", "steps", "skipped_updates", "nonfinite_source", "nonfinite_steps")
@@ -206,6 +222,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has format {metadata.get('format') if isinstance(metadata, dict) else None!r}; this version reads "
             f"format {FORMAT}."
+        )
+    missing = [name for name in ("step", "leaves") if name not in metadata]
+    missing += [name for name in SCALARS if name not in metadata.get("leaves", SCALARS)]
+    if missing:
+        raise CheckpointError(
+            f"{path / 'metadata.json'} is damaged: it lacks {', '.join(missing)}. Use an older checkpoint."
         )
     return metadata
 

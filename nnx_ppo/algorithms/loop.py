@@ -203,9 +203,10 @@ class TrainingLoop:
         )
         if new:
             warnings.warn(
-                f"{new} environment step(s) before step {steps:,} were not finite (NaN or infinity in observation, "
-                "reward or state). Each counted as terminated with reward 0 and was restarted; the others are "
-                "untouched. If this goes on, look at the environment: actions too strong, time step too long?",
+                f"{new} environment step(s) or reset(s) before step {steps:,} were not finite (NaN or infinity in "
+                "observation, reward or state). Each such step counted as terminated with reward 0 and was restarted, "
+                "each such initial state was replaced; the others are untouched. If this goes on, look at the "
+                "environment: actions too strong, time step too long?",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -40,6 +40,13 @@ def is_stateless(state: ModuleState) -> bool:
     return not jax.tree.leaves(state)
 
 
+def training_graphdef(graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State) -> nnx.GraphDef:
+    """The structure of the same network in training mode, in whichever it was left."""
+    network = merge(graphdef, params, variables)
+    network.train()
+    return split(network)[0]
+
+
 def evaluation_graphdef(graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State) -> nnx.GraphDef:
     """The structure of the same network in evaluation mode (deterministic samplers)."""
     network = merge(graphdef, params, variables)
