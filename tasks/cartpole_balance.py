@@ -45,16 +45,16 @@ TASK = Task(
         ppo=PPOConfig(
             n_envs=256,
             rollout_length=32,
-            total_steps=2_000_000,
+            total_steps=3_000_000,
             n_epochs=4,
             n_minibatches=8,
             discounting_factor=0.99,
             learning_rate=1e-3,
-            learning_rate_schedule="linear",  # Without it the return falls back now and then.
+            learning_rate_schedule="linear",
             gradient_clipping=1.0,
         ),
         eval=EvalConfig(every_steps=250_000, n_envs=32, max_episode_length=EPISODE_LENGTH),
-        video=VideoConfig(enabled=True, every_steps=1_000_000, episode_length=EPISODE_LENGTH),
+        video=VideoConfig(enabled=True, every_steps=1_500_000, episode_length=EPISODE_LENGTH),
         checkpoint_every_steps=1_000_000,
     ),
 )
