@@ -616,27 +616,30 @@ def put_model(mj_model: mujoco.MjModel, impl: Impl) -> Any:
       ValueError: Warp is not installed, or MJX lacks something that the model uses; the message
         names the element.
     """
+    if impl == "warp":
+        if importlib.util.find_spec("warp") is None:
+            raise ValueError(
+                "physics 'warp' needs Warp, which is not installed: install the extra `warp` (mujoco-mjx[warp])"
+            )
+        import warp  # pyright: ignore[reportMissingImports]
+
+        # At its default it prints a banner and a line per kernel.
+        warp.config.log_level = max(warp.config.log_level, warp.LOG_WARNING)
     mjx = import_mjx()
-    if impl == "warp" and importlib.util.find_spec("warp") is None:
-        raise ValueError(
-            "physics 'warp' needs Warp, which is not installed: install the extra `warp` (mujoco-mjx[warp])"
-        )
     try:
         model = mjx.put_model(mj_model, impl=impl)
-        return _without_chatter(model) if impl == "warp" else model
+        return _silence_iteration_limits(model) if impl == "warp" else model
     except NotImplementedError as error:
         raise ValueError(_unsupported_message(mj_model, impl, error)) from error
 
 
-def _without_chatter(warp_model: Any) -> Any:
-    """Keeps Warp from printing a line per kernel, and per physics step that uses all solver iterations.
+def _silence_iteration_limits(warp_model: Any) -> Any:
+    """Keeps Warp from printing a line per physics step that uses all solver iterations.
 
     Few iterations are a choice (the humanoid makes one), so reaching their number is no news.
     """
-    import warp  # pyright: ignore[reportMissingImports]
     from mujoco.mjx.third_party.mujoco_warp import OverflowType
 
-    warp.config.quiet = True
     silenced = int(OverflowType.ITERATIONS | OverflowType.LS_ITERATIONS)
     flags = int(warp_model.opt._impl.warn_overflow) & ~silenced
     return warp_model.tree_replace({"opt._impl.warn_overflow": flags})
