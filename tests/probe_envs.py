@@ -175,7 +175,7 @@ class TwoArms:
 
     def step(self, state, action):
         clock = state.obs["clock"] + 1
-        reward = {"x": -jnp.sum((action["x"] - 0.5) ** 2), "y": 10.0 - jnp.sum((action["y"] + 0.5) ** 2)}
+        reward = {"x": -jnp.sum((action["x"] - 0.5) ** 2), "y": 3.0 - jnp.sum((action["y"] + 0.5) ** 2)}
         return state.replace(obs={**state.obs, "clock": clock}, reward=reward, done=clock >= 3)
 
 
