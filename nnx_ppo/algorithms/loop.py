@@ -294,7 +294,8 @@ class TrainingLoop:
     def _save(self, state: TrainingState, steps: int) -> dict[str, Any]:
         assert self.checkpoint_fn is not None
         started = time.perf_counter()
-        self.checkpoint_fn(state, steps)
+        # A copy, because the next iteration consumes the state and the callback may keep what it was given.
+        self.checkpoint_fn(jax.tree.map(jnp.copy, state), steps)
         return {"time/checkpoint_s": time.perf_counter() - started} if self.timed else {}
 
 
