@@ -1,16 +1,18 @@
 """The host loop that every algorithm shares: step, due actions, log, stop.
 
 The loop never waits for the device to learn what it can compute itself, such as the step count. An iteration's
-metrics come in one transfer, after the next iteration has been dispatched (unless a `stop_fn` must see them first).
+metrics come in one transfer, after the next iteration has been dispatched (unless a `stop_fn` must see them first, or
+a checkpoint was written).
 """
 
+import contextlib
 import functools
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from flax import nnx
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, TrainConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
-from nnx_ppo.algorithms.metrics import evaluation_metrics
+from nnx_ppo.algorithms.metrics import Packed, evaluation_metrics, pack, unpack
 from nnx_ppo.algorithms.types import LogFn, StopFn, TrainingState, TrainResult, VideoData
 from nnx_ppo.algorithms.video_worker import VideoWorker, stack_frames
 from nnx_ppo.networks import functional
@@ -52,13 +54,13 @@ class Action:
 
     name: str
     every_steps: int
-    run: Callable[[TrainingState, int], dict[str, Any]]
+    run: Callable[[TrainingState, int], "list[Part]"]
     at_end: bool = True
     """Whether it always happens after the last iteration too."""
     last_steps: int = -1
     """The step count it last ran at."""
 
-    def __call__(self, state: TrainingState, steps: int) -> dict[str, Any]:
+    def __call__(self, state: TrainingState, steps: int) -> "list[Part]":
         """Run it; returns its metrics."""
         self.last_steps = steps
         return self.run(state, steps)
@@ -84,6 +86,11 @@ def run_training(
     loop = TrainingLoop(programs, config, state, log_fn, video_fn, checkpoint_fn, stop_fn)
     try:
         return loop.run(resumed)
+    except BaseException:
+        # The iteration before the failure was finished, or all but: its record is not to be lost with the failed one.
+        with contextlib.suppress(Exception):
+            loop.flush()
+        raise
     finally:
         nnx.update(networks, loop.state.params, loop.state.variables)
         loop.video_worker.close()
@@ -126,40 +133,45 @@ class TrainingLoop:
         while self.steps < self.programs.total_steps:
             self._iterate()
             if self.stop_fn is not None:
-                self._flush()
+                self.flush()
                 if self.stop_fn(self.steps):
                     self._end_early()
                     break
-        self._flush()
+        self.flush()
         return TrainResult(
             self.state, self.final_metrics, self.eval_history, self.steps, self.iteration - first_iteration
         )
 
     def _start(self) -> None:
-        results = Results()
+        parts: list[Part] = []
         for action in self.actions:
             if action.every_steps > 0:
-                results.add(action(self.state, self.steps))
+                parts += action(self.state, self.steps)
         if any(action.name in ("evaluation", "video") and action.every_steps > 0 for action in self.actions):
-            self.pending = Pending(self.steps, results)
-            self._flush()
+            self.pending = Pending(self.steps, None, parts)
+            self.flush()
 
     def _iterate(self) -> None:
         compile_time = self._compile_time() if self.timed else {}
         started = time.perf_counter()
-        self.state, metrics, health = self.compiled["training"]()(self.state)
-        self._flush()
+        self.state, packed = self.compiled["training"]()(self.state)
+        self.flush()
         before, self.steps = self.steps, self.steps + self.programs.steps_per_iteration
         self.iteration += 1
-        results = Results(metrics | compile_time, health)
+        self.pending = Pending(self.steps, packed, [compile_time])
         if self.timed:
-            jax.block_until_ready(metrics)
-            results.add(throughput("train", self.programs.steps_per_iteration, time.perf_counter() - started))
+            jax.block_until_ready(packed)
+            seconds = time.perf_counter() - started
+            self.pending.parts.append(throughput("train", self.programs.steps_per_iteration, seconds))
         last = self.steps >= self.programs.total_steps
+        saved = False
         for action in self.actions:
             if action.due(self.steps, before) or (last and action.at_end and action.every_steps > 0):
-                results.add(action(self.state, self.steps))
-        self.pending = Pending(self.steps, results)
+                self.pending.parts += action(self.state, self.steps)
+                saved |= action.name == "checkpoint"
+        if saved:
+            # A run that is killed and resumed here does not repeat this iteration, so its record must be out.
+            self.flush()
 
     def _compile_time(self) -> dict[str, float]:
         """Seconds until every program was there; told once."""
@@ -174,18 +186,19 @@ class TrainingLoop:
         """A stop was asked for: save first, because whoever asked may not wait; then evaluate once more."""
         for action in reversed(self.actions):
             if action.at_end and action.every_steps > 0 and action.last_steps != self.steps:
-                metrics = jax.device_get(action(self.state, self.steps))
+                metrics = merged(jax.device_get(action(self.state, self.steps)))
                 self.final_metrics |= metrics
                 if action.name == "evaluation":
                     self.eval_history.append({"step": self.steps, **metrics})
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Hand on the metrics of the iteration before, in one transfer."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        metrics, health = jax.device_get((pending.results.metrics, pending.results.health))
-        metrics = {name: np.asarray(value).item() if np.ndim(value) == 0 else value for name, value in metrics.items()}
+        training, parts = jax.device_get((pending.training, pending.parts))
+        metrics, health = unpack(training) if training is not None else ({}, {})
+        metrics = merged([metrics, *parts])
         self.final_metrics = metrics
         if "eval/episode_reward/mean" in metrics:
             evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
@@ -265,18 +278,19 @@ class TrainingLoop:
     def _key(self, stream: Stream) -> jax.Array:
         return stream_key(self.state.rng_key, stream, self.iteration)
 
-    def _evaluate(self, state: TrainingState, steps: int) -> dict[str, Any]:
+    def _evaluate(self, state: TrainingState, steps: int) -> "list[Part]":
+        program = self.compiled["evaluation"]()  # May still be compiling, which is not evaluation's time.
         started = time.perf_counter()
-        metrics = self.compiled["evaluation"]()(state.params, state.variables, self._key(Stream.EVALUATION))
-        env_steps = metrics.pop("steps")
+        packed, env_steps = program(state.params, state.variables, self._key(Stream.EVALUATION))
         if not self.timed:
-            return metrics
+            return [packed]
         env_steps = int(env_steps)
-        return metrics | throughput("eval", env_steps, time.perf_counter() - started)
+        return [packed, throughput("eval", env_steps, time.perf_counter() - started)]
 
-    def _record(self, state: TrainingState, steps: int) -> dict[str, Any]:
+    def _record(self, state: TrainingState, steps: int) -> "list[Part]":
+        program = self.compiled["video"]()
         started = time.perf_counter()
-        recording = self.compiled["video"]()(state.params, state.variables, self._key(Stream.VIDEO))
+        recording = program(state.params, state.variables, self._key(Stream.VIDEO))
         env, video_fn, render_kwargs = self.programs.eval_env, self.video_fn, self.config.video.render_kwargs
 
         def render() -> None:
@@ -287,28 +301,20 @@ class TrainingLoop:
 
         self.video_worker.submit(render)
         if not self.timed:
-            return {}
+            return []
         length = int(recording.length)
-        return throughput("video", length, time.perf_counter() - started)
+        return [throughput("video", length, time.perf_counter() - started)]
 
-    def _save(self, state: TrainingState, steps: int) -> dict[str, Any]:
+    def _save(self, state: TrainingState, steps: int) -> "list[Part]":
         assert self.checkpoint_fn is not None
         started = time.perf_counter()
         # A copy, because the next iteration consumes the state and the callback may keep what it was given.
         self.checkpoint_fn(jax.tree.map(jnp.copy, state), steps)
-        return {"time/checkpoint_s": time.perf_counter() - started} if self.timed else {}
+        return [{"time/checkpoint_s": time.perf_counter() - started}] if self.timed else []
 
 
-@dataclass
-class Results:
-    """The metrics of an iteration, still on the device."""
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    health: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, metrics: dict[str, Any]) -> None:
-        """Merge more metrics in."""
-        self.metrics = self.metrics | metrics
+Part = Packed | dict[str, float]
+"""Some of an iteration's metrics: a program's, still on the device, or what the host measured."""
 
 
 @dataclass
@@ -316,7 +322,18 @@ class Pending:
     """An iteration whose metrics have not been handed on yet."""
 
     steps: int
-    results: Results
+    training: Packed | None
+    """Of metrics and health; None at the start."""
+    parts: list[Part]
+    """What else happened in it."""
+
+
+def merged(parts: list[Any]) -> dict[str, Any]:
+    """One dict of Python numbers and NumPy arrays, of parts that are on the host."""
+    metrics: dict[str, Any] = {}
+    for part in parts:
+        metrics |= unpack(part) if isinstance(part, Packed) else part
+    return {name: np.asarray(value).item() if np.ndim(value) == 0 else value for name, value in metrics.items()}
 
 
 def throughput(phase: str, env_steps: int, seconds: float) -> dict[str, float]:
@@ -337,18 +354,18 @@ def compile_programs(programs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 def _train(
     step: Callable[[TrainingState], tuple[TrainingState, dict[str, Any]]], state: TrainingState
-) -> tuple[TrainingState, dict[str, Any], dict[str, Any]]:
+) -> tuple[TrainingState, Packed]:
     state, metrics = step(state)
     health = {
         "nonfinite_steps": state.nonfinite_steps,
         "skipped_updates": state.skipped_updates,
         "nonfinite_source": state.nonfinite_source,
     }
-    return state, metrics, health
+    return state, pack((metrics, health))
 
 
 def _evaluate(
     env: Any, config: EvalConfig, graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State, key: jax.Array
-) -> dict[str, Any]:
+) -> tuple[Packed, jax.Array]:
     episodes = rollout.evaluate(env, config, graphdef, params, variables, key)
-    return evaluation_metrics(episodes, config.logging_percentiles) | {"steps": jnp.sum(episodes.lifespan)}
+    return pack(evaluation_metrics(episodes, config.logging_percentiles)), jnp.sum(episodes.lifespan)

@@ -25,7 +25,7 @@ from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
-from nnx_ppo.algorithms.metrics import grad_norms, iteration_metrics, metrics_of_level
+from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
 from nnx_ppo.algorithms.optimizer import (
     adapt_learning_rate,
     make_optimizer,
@@ -136,7 +136,8 @@ def ppo_step(env: RLEnv, config: PPOConfig, state: TrainingState) -> tuple[Train
         steps=add_steps(state.steps, config.n_envs * config.rollout_length),
         nonfinite_steps=state.nonfinite_steps + jnp.sum(transitions.nonfinite, dtype=jnp.uint32),
     )
-    return state, iteration_metrics(config, transitions, advantages, targets, update_metrics, state.params)
+    nonfinite = state.nonfinite_steps - start.nonfinite_steps
+    return state, iteration_metrics(config, transitions, advantages, targets, update_metrics, state.params, nonfinite)
 
 
 def estimate_advantages(config: PPOConfig, state: TrainingState, transitions: Transition) -> tuple[Any, Any]:
@@ -231,8 +232,19 @@ def update(
             (params, optimizer_state),
         )
         skipped, source = jnp.where(ok, 0, skipped + 1), jnp.where(ok, source, jnp.argmin(finite))
+        # A skipped update shows: it makes the iteration's means NaN, also those that were finite themselves.
+        metrics = {name: jnp.where(ok, value, jnp.nan) for name, value in wanted(metrics).items()}
         return (params, optimizer_state, variables, skipped, source), metrics
 
+    def wanted(metrics: dict[str, Array]) -> dict[str, Array]:
+        metrics = metrics_of_level(config.logging_level, metrics)
+        return {name: value for name, value in metrics.items() if name != "losses/regularization" or regularized}
+
+    regularized = depends_on_input(
+        lambda params, batch: replay(state.graphdef, params, state.variables, batch.take(jnp.arange(1)))[1],
+        state.params,
+        batch,
+    )
     optimizer_state = schedule_learning_rate(config, state.optimizer, state.iteration)
     carry = (start, optimizer_state, state.variables, state.skipped_updates, state.nonfinite_source)
     (params, optimizer_state, variables, skipped, source), metrics = jax.lax.scan(one_update, carry, rows)
@@ -243,7 +255,7 @@ def update(
         skipped_updates=skipped,
         nonfinite_source=source,
     )
-    return state, jax.tree.map(jnp.mean, metrics_of_level(config.logging_level, metrics))
+    return state, jax.tree.map(jnp.mean, metrics)
 
 
 LOSSES = ("losses/actor_loss", "losses/critic_loss", "losses/regularization")
@@ -287,7 +299,8 @@ def ppo_loss(
         outside = [jnp.abs(jnp.expm1(log_ratio)) > config.clip_range for log_ratio in log_ratios]
         metrics["losses/clipping_fraction"] = jnp.mean(jnp.stack(outside), dtype=jnp.float32)
         if output.stds is not None:
-            metrics["losses/policy_std"] = jnp.mean(jnp.stack([jnp.mean(std) for std in jax.tree.leaves(output.stds)]))
+            stds = [std.reshape(-1) for std in jax.tree.leaves(output.stds)]
+            metrics["losses/policy_std"] = jnp.mean(jnp.concatenate(stds))
     return total, (metrics, variables)
 
 
@@ -310,32 +323,11 @@ def replay(
 ) -> tuple[Any, Float[Array, "..."], nnx.State]:
     """The network's output and regularization loss on stored sequences, leaves [time, batch, ...].
 
-    Steps of a stateless network do not depend on each other: they are one large batch. Others are scanned.
+    Where steps do not depend on each other they are one large batch; only recurrent layers are scanned.
     """
-    if functional.is_stateless(batch.network_states):
-        merge = lambda x: x.reshape(-1, *x.shape[2:])
-        out, variables = functional.apply(
-            graphdef,
-            params,
-            variables,
-            batch.network_states,
-            jax.tree.map(merge, batch.obs),
-            jax.tree.map(merge, batch.rollout_extras),
-        )
-        unmerge = lambda x: x.reshape(*batch.done.shape, *x.shape[1:])
-        return jax.tree.map(unmerge, out.output), out.regularization_loss, variables
-
-    def one_step(carry: Any, inputs: Any) -> tuple[Any, Any]:
-        variables, network_states = carry
-        obs, extras, done = inputs
-        out, variables = functional.apply(graphdef, params, variables, network_states, obs, extras)
-        network_states = rollout.reset_carry(graphdef, params, variables, out.next_state, done)
-        return (variables, network_states), (out.output, out.regularization_loss)
-
-    (variables, _), (output, regularization) = jax.lax.scan(
-        one_step, (variables, batch.network_states), (batch.obs, batch.rollout_extras, batch.done)
-    )
-    return output, regularization, variables
+    network = functional.merge(graphdef, params, variables)
+    out = functional.over_time(network, batch.network_states, batch.obs, batch.rollout_extras, batch.done)
+    return out.output, out.regularization_loss, functional.split(network)[2]
 
 
 def pair_heads(config: PPOConfig, loglikelihoods: Any, batch: Minibatch) -> list[tuple[str, Any, Any, Any]]:
