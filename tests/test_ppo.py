@@ -23,7 +23,7 @@ from probe_envs import (
 )
 from scipy import stats
 
-from nnx_ppo.algorithms import ppo, rollout
+from nnx_ppo.algorithms import loop, ppo, rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig, TrainConfig, VideoConfig
 from nnx_ppo.algorithms.loop import NonFiniteError
 from nnx_ppo.algorithms.optimizer import learning_rate, make_optimizer, schedule_learning_rate
@@ -444,12 +444,27 @@ def test_environment_and_network_are_traced_before_the_first_iteration_and_never
     assert counts[0][0] <= 2
 
 
-def test_the_loop_donates_the_state_of_the_iteration_before():
-    states = []
+@pytest.fixture(scope="module")
+def kept():
+    """The states of a run as the loop had them, and as it gave them to checkpoint_fn."""
+    own, given, call = [], [], loop.Action.__call__
     config = TrainConfig(ppo=SMALL, eval=EvalConfig(enabled=False), checkpoint_every_steps=20)
-    train_ppo(Drift(), network(), config, total_steps=60, checkpoint_fn=lambda state, step: states.append(state))
-    deleted = [all(x.is_deleted() for x in jax.tree.leaves((s.params, s.env_states))) for s in states]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Action, "__call__", lambda self, state, steps: own.append(state) or call(self, state, steps))
+        train_ppo(Drift(), network(), config, total_steps=60, checkpoint_fn=lambda state, step: given.append(state))
+    return own, given
+
+
+def test_the_loop_donates_the_state_of_the_iteration_before(kept):
+    deleted = [all(x.is_deleted() for x in jax.tree.leaves((s.params, s.env_states))) for s in kept[0]]
     assert deleted == [True, True, True, False]
+
+
+def test_a_checkpoint_function_may_keep_the_states_it_was_given_and_training_goes_on_from_them(kept, trained):
+    _, states = kept
+    assert [state.steps_taken for state in states] == [0, 20, 40, 60]
+    result = train_ppo(Drift(), network(7), QUIET, total_steps=100, initial_state=states[1])
+    assert_same_bits(result.training_state, trained[-1].training_state)
 
 
 @pytest.fixture(scope="module")
