@@ -16,6 +16,7 @@ from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.types import Replaceable, TrainingState, Transition
 from nnx_ppo.networks import functional
+from nnx_ppo.networks.functional import reset_carry, tree_where
 from nnx_ppo.networks.types import ModuleState
 
 # --- one environment, then many -------------------------------------------------------------------------------
@@ -108,15 +109,6 @@ def _keeps_values(new: Any, old: Any, flag: bool) -> bool:
         return old == new
     same_kind = jnp.dtype(old).kind == jnp.dtype(new).kind
     return flag or same_kind or jnp.promote_types(old, new) == old
-
-
-def tree_where(condition: Bool[Array, " batch"], if_true: Any, if_false: Any) -> Any:
-    """`jnp.where` on every leaf, with the condition along the leading axis."""
-
-    def where(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - 1)), x, y)
-
-    return jax.tree.map(where, if_true, if_false)
 
 
 # --- fresh episodes -------------------------------------------------------------------------------------------
@@ -286,15 +278,6 @@ def _final_values(
 
     shapes = jax.eval_shape(values)
     return jax.lax.cond(jnp.any(truncated), values, lambda: jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes))
-
-
-def reset_carry(
-    graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State, carry: ModuleState, done: Bool[Array, " batch"]
-) -> ModuleState:
-    """Start the network's carry afresh where an episode ended."""
-    if functional.is_stateless(carry):
-        return carry
-    return tree_where(done, functional.merge(graphdef, params, variables).reset_state(carry), carry)
 
 
 def _step_metrics(level: LoggingLevel, env_states: Any, network_metrics: Any, nonfinite: jax.Array) -> dict[str, Any]:

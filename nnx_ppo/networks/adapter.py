@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_ppo.networks.types import ModuleState, PPONetworkOutput, StatefulModule, StatefulModuleOutput
+from nnx_ppo.networks.routing import KeyedContainer, check_modules
+from nnx_ppo.networks.types import PPONetworkOutput, StatefulModule
 
 
-class PPOAdapter(StatefulModule):
-    """Runs both ports on the same input.
+class PPOAdapter(KeyedContainer):
+    """Runs both ports on the same input. Carry, extras and metrics are dicts with the keys `action` and `value`.
 
     Args:
       action: its output is what a sampler returns, a dict with `action`, `log_likelihood` and maybe `entropy` and
@@ -18,46 +19,31 @@ class PPOAdapter(StatefulModule):
     """
 
     def __init__(self, action: StatefulModule, value: StatefulModule):
+        check_modules("PPOAdapter", {"action": action, "value": value})
         self.action = action
         self.value = value
 
-    def __call__(self, state: dict[str, ModuleState], obs: Any, rollout_extras: Any = None) -> StatefulModuleOutput:
-        """Carry and extras are dicts with the keys `action` and `value`."""
-        replay = rollout_extras if rollout_extras is not None else {"action": None, "value": None}
-        action = self.action(state["action"], obs, replay["action"])
-        value = self.value(state["value"], obs, replay["value"])
-        return StatefulModuleOutput(
-            next_state={"action": action.next_state, "value": value.next_state},
-            output=PPONetworkOutput(
-                actions=_of_samplers(action.output, "action"),
-                loglikelihoods=_of_samplers(action.output, "log_likelihood"),
-                value_estimates=jax.tree.map(_drop_trailing_one, value.output),
-                entropies=_of_samplers(action.output, "entropy") if _all_tell(action.output, "entropy") else None,
-                stds=_of_samplers(action.output, "std") if _all_tell(action.output, "std") else None,
-            ),
-            regularization_loss=action.regularization_loss + value.regularization_loss,
-            metrics={"action": action.metrics, "value": value.metrics},
-            rollout_extras={"action": action.rollout_extras, "value": value.rollout_extras},
+    def children_by_name(self) -> dict[str, StatefulModule]:
+        """The two ports."""
+        return {"action": self.action, "value": self.value}
+
+    def combine(self, outputs: dict[str, Any]) -> PPONetworkOutput:
+        """Take the samplers' dicts apart.
+
+        Raises:
+          TypeError: the action port does not end with samplers.
+        """
+        action, value = outputs["action"], outputs["value"]
+        loglikelihoods = _of_samplers(action, "log_likelihood")
+        # Leading axes are those of a log-likelihood: [batch], or [time, batch].
+        leading = jax.tree.leaves(loglikelihoods)[0].ndim
+        return PPONetworkOutput(
+            actions=_of_samplers(action, "action"),
+            loglikelihoods=loglikelihoods,
+            value_estimates=jax.tree.map(lambda v: jnp.squeeze(v, -1) if v.shape[leading:] == (1,) else v, value),
+            entropies=_of_samplers(action, "entropy") if _all_tell(action, "entropy") else None,
+            stds=_of_samplers(action, "std") if _all_tell(action, "std") else None,
         )
-
-    def initialize_state(self, batch_size: int) -> dict[str, ModuleState]:
-        """The carries of both ports."""
-        return {
-            "action": self.action.initialize_state(batch_size),
-            "value": self.value.initialize_state(batch_size),
-        }
-
-    def reset_state(self, prev_state: dict[str, ModuleState]) -> dict[str, ModuleState]:
-        """Each port's own reset."""
-        return {
-            "action": self.action.reset_state(prev_state["action"]),
-            "value": self.value.reset_state(prev_state["value"]),
-        }
-
-    def update_statistics(self, rollout_extras: Any) -> None:
-        """Pass each port its own extras."""
-        self.action.update_statistics(rollout_extras["action"])
-        self.value.update_statistics(rollout_extras["value"])
 
 
 def _is_sample(node: Any) -> bool:
@@ -78,7 +64,3 @@ def _of_samplers(output: Any, entry: str) -> Any:
         return node[entry]
 
     return jax.tree.map(pick, output, is_leaf=_is_sample)
-
-
-def _drop_trailing_one(value: jax.Array) -> jax.Array:
-    return jnp.squeeze(value, -1) if value.ndim > 1 and value.shape[-1] == 1 else value

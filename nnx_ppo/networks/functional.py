@@ -3,9 +3,11 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool
 
-from nnx_ppo.networks.types import ModuleState, StatefulModule, StatefulModuleOutput
+from nnx_ppo.networks.types import ModuleState, SequenceModule, StatefulModule, StatefulModuleOutput
 
 
 def split(network: StatefulModule) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
@@ -52,3 +54,71 @@ def evaluation_graphdef(graphdef: nnx.GraphDef, params: nnx.State, variables: nn
     network = merge(graphdef, params, variables)
     network.eval()
     return split(network)[0]
+
+
+# --- sequences ------------------------------------------------------------------------------------------------
+
+
+def over_time(
+    module: StatefulModule, state: ModuleState, obs: Any, rollout_extras: Any, done: Bool[Array, "time batch"]
+) -> StatefulModuleOutput:
+    """Replay a sequence, as fast as the module allows; arguments and result as in `SequenceModule.over_time`.
+
+    Steps of a module without a carry do not depend on each other: they are one large batch. Containers hand the
+    sequence on to their children. What is left, the recurrent layers, is scanned. Random streams of `module` advance.
+    """
+    if is_stateless(state):
+        return _as_one_batch(module, state, obs, rollout_extras, done)
+    if _takes_sequences(module):
+        return module.over_time(state, obs, rollout_extras, done)  # type: ignore[attr-defined]
+    return _scanned(module, state, obs, rollout_extras, done)
+
+
+def _takes_sequences(module: StatefulModule) -> bool:
+    # A subclass that overrides __call__ alone, say of Sequential, means it: its over_time would skip the change.
+    defined_at = lambda name: next(i for i, kind in enumerate(type(module).__mro__) if name in vars(kind))
+    return isinstance(module, SequenceModule) and defined_at("over_time") <= defined_at("__call__")
+
+
+def _as_one_batch(module: Any, state: ModuleState, obs: Any, rollout_extras: Any, done: Any) -> StatefulModuleOutput:
+    merge_axes = lambda x: x.reshape(-1, *x.shape[2:])
+    split_axes = lambda x: x.reshape(*done.shape, *x.shape[1:])
+    out = module(state, jax.tree.map(merge_axes, obs), jax.tree.map(merge_axes, rollout_extras))
+    loss = out.regularization_loss
+    return StatefulModuleOutput(
+        state, jax.tree.map(split_axes, out.output), split_axes(loss) if jnp.ndim(loss) else loss, {}
+    )
+
+
+def _scanned(module: Any, state: ModuleState, obs: Any, rollout_extras: Any, done: Any) -> StatefulModuleOutput:
+    graphdef, params, variables = split(module)
+
+    def one_step(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        variables, state = carry
+        obs, extras, done = inputs
+        out, variables = apply(graphdef, params, variables, state, obs, extras)
+        state = reset_carry(graphdef, params, variables, out.next_state, done)
+        # A loss may be one number for the whole batch.
+        return (variables, state), (out.output, jnp.broadcast_to(out.regularization_loss, done.shape))
+
+    (variables, state), (output, loss) = jax.lax.scan(one_step, (variables, state), (obs, rollout_extras, done))
+    nnx.update(module, variables)
+    return StatefulModuleOutput(state, output, loss, {})
+
+
+def reset_carry(
+    graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State, carry: ModuleState, done: Bool[Array, " batch"]
+) -> ModuleState:
+    """Start the network's carry afresh where an episode ended."""
+    if is_stateless(carry):
+        return carry
+    return tree_where(done, merge(graphdef, params, variables).reset_state(carry), carry)
+
+
+def tree_where(condition: Bool[Array, " batch"], if_true: Any, if_false: Any) -> Any:
+    """`jnp.where` on every leaf, with the condition along the leading axis."""
+
+    def where(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(where, if_true, if_false)

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 ModuleState = PyTree
 """The carry of a module: any pytree; `()` for a module without one."""
@@ -90,3 +90,23 @@ class StatefulModule(nnx.Module, abc.ABC):
     def update_statistics(self, rollout_extras: Any) -> None:
         """Fold a rollout's extras, [time, batch, ...], into running statistics; called once per iteration."""
         del rollout_extras
+
+
+class SequenceModule(StatefulModule):
+    """A module that can take a whole sequence in one call; `functional.over_time` is how it is asked to."""
+
+    @abc.abstractmethod
+    def over_time(
+        self, state: ModuleState, obs: Any, rollout_extras: Any, done: Bool[Array, "time batch"]
+    ) -> StatefulModuleOutput:
+        """What calling step by step would give, with the carry reset after each step that is `done`.
+
+        Args:
+          state: carry at the first step, leading axis batch.
+          obs: inputs, leading axes [time, batch].
+          rollout_extras: extras of these steps, likewise.
+          done: the episode ended with this step.
+
+        Returns:
+          Output and loss with leading axes [time, batch] (a loss may be one number for all). Only these two are read.
+        """
