@@ -61,7 +61,8 @@ def train(command: Command, console: Console, started: float) -> int:
 
         use_compilation_cache()
         env = build_env(command)
-        networks = task.make_networks(env, nnx.Rngs(config.seed))
+        # One compiled program instead of one for each parameter's shape.
+        networks = nnx.jit(lambda: task.make_networks(env, nnx.Rngs(config.seed)))()
         initial_state, first_step = restore(command, networks)
         if command.resumed:
             record = run.read_record()
