@@ -10,8 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from nnx_ppo.algorithms.config import PPOConfig
 
-ADAPTIVE_FACTOR = 1.5
-ADAPTIVE_RANGE = (1e-5, 1e-2)
+ADAPTIVE_FACTOR = 1.2
+"""Change of an adaptive learning rate from one iteration to the next."""
+ADAPTIVE_RANGE = (1e-6, 1e-2)
+"""Bounds of an adaptive learning rate."""
 
 
 def make_optimizer(config: PPOConfig) -> optax.GradientTransformation:
@@ -48,14 +50,14 @@ def schedule_learning_rate(
 
 
 def adapt_learning_rate(config: PPOConfig, optimizer_state: optax.OptState, kl: Float[Array, ""]) -> optax.OptState:
-    """The optimizer state after an update that found the policy at a divergence `kl` from the one of the rollout.
+    """The optimizer state after an iteration that ended at a divergence `kl` from the policy it began with.
 
-    The rule of Schulman et al. 2017 (section 4) for the KL penalty, on the step size instead: lower it when the
-    policy has moved twice as far as target_kl, raise it when not even half as far.
+    The rule of Schulman et al. 2017 (section 4) for the KL penalty, on the step size instead: a smaller one when the
+    policy moved 1.5 times as far as target_kl, a larger one when it moved less than two thirds as far.
     """
     if config.target_kl is None:
         return optimizer_state
     rate = learning_rate(optimizer_state)
-    factor = jnp.where(kl > 2 * config.target_kl, 1 / ADAPTIVE_FACTOR, 1.0)
-    factor = jnp.where((kl < config.target_kl / 2) & (kl > 0), ADAPTIVE_FACTOR, factor)
+    factor = jnp.where(kl > 1.5 * config.target_kl, 1 / ADAPTIVE_FACTOR, 1.0)
+    factor = jnp.where(kl < config.target_kl / 1.5, ADAPTIVE_FACTOR, factor)
     return optax.tree_utils.tree_set(optimizer_state, learning_rate=jnp.clip(rate * factor, *ADAPTIVE_RANGE))

@@ -218,24 +218,24 @@ def update(
     def loss(params: jax.Array, variables: nnx.State, rows: jax.Array) -> Any:
         return ppo_loss(config, unravel(params), state.graphdef, variables, batch.take(rows))
 
-    def one_update(carry: Any, rows: jax.Array) -> tuple[Any, dict[str, Array]]:
+    def one_update(carry: Any, rows: jax.Array) -> tuple[Any, Any]:
         params, optimizer_state, variables, skipped, source = carry
         gradient, (metrics, variables) = jax.grad(loss, has_aux=True)(params, variables, rows)
         if LoggingLevel.GRAD_NORM in config.logging_level:
             metrics |= grad_norms(unravel(gradient))
-        changes, new_optimizer_state = optimizer.update(gradient, optimizer_state, params)
-        new_optimizer_state = adapt_learning_rate(config, new_optimizer_state, metrics["losses/approx_kl"])
+        changes, next_optimizer_state = optimizer.update(gradient, optimizer_state, params)
         finite = jnp.stack([jnp.isfinite(metrics[name]) for name in LOSSES] + [jnp.all(jnp.isfinite(gradient))])
         ok = jnp.all(finite)
         params, optimizer_state = jax.tree.map(
             lambda new, old: jnp.where(ok, new, old),
-            (params + changes, new_optimizer_state),
+            (params + changes, next_optimizer_state),
             (params, optimizer_state),
         )
         skipped, source = jnp.where(ok, 0, skipped + 1), jnp.where(ok, source, jnp.argmin(finite))
         # A skipped update shows: it makes the iteration's means NaN, also those that were finite themselves.
+        kl = metrics["losses/approx_kl"]
         metrics = {name: jnp.where(ok, value, jnp.nan) for name, value in wanted(metrics).items()}
-        return (params, optimizer_state, variables, skipped, source), metrics
+        return (params, optimizer_state, variables, skipped, source), (metrics, kl)
 
     def wanted(metrics: dict[str, Array]) -> dict[str, Array]:
         metrics = metrics_of_level(config.logging_level, metrics)
@@ -248,7 +248,8 @@ def update(
     )
     optimizer_state = schedule_learning_rate(config, state.optimizer, state.iteration)
     carry = (start, optimizer_state, state.variables, state.skipped_updates, state.nonfinite_source)
-    (params, optimizer_state, variables, skipped, source), metrics = jax.lax.scan(one_update, carry, rows)
+    (params, optimizer_state, variables, skipped, source), (metrics, kls) = jax.lax.scan(one_update, carry, rows)
+    optimizer_state = adapt_learning_rate(config, optimizer_state, jnp.mean(kls[-config.n_minibatches :]))
     state = state.replace(
         params=unravel(params),
         optimizer=optimizer_state,
