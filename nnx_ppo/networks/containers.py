@@ -126,7 +126,7 @@ class Splitter(StatefulModule):
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"Splitter got {name}={size!r}; a whole number of at least 1 is accepted.")
-        self.sizes = sizes
+        self.sizes = tuple(sizes.items())
 
     def __call__(self, state: ModuleState, obs: Any, rollout_extras: Any = None) -> StatefulModuleOutput:
         """Cut.
@@ -134,13 +134,13 @@ class Splitter(StatefulModule):
         Raises:
           ValueError: the input is not an array, or has fewer features than the slices need.
         """
-        needed = sum(self.sizes.values())
+        needed = sum(size for _, size in self.sizes)
         shape = getattr(obs, "shape", ())
         if not shape or shape[-1] < needed:
-            sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+            sizes = ", ".join(f"{name}={size}" for name, size in self.sizes)
             raise ValueError(f"Splitter({sizes}) takes at least {needed} features and got {shape_of(obs)}.")
         output, start = {}, 0
-        for name, size in self.sizes.items():
+        for name, size in self.sizes:
             output[name] = obs[..., start : start + size]
             start += size
         return StatefulModuleOutput(state, output, jnp.zeros(()), {})

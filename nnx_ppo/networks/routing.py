@@ -28,21 +28,21 @@ class Container(SequenceModule):
 
     def __call__(self, state: ModuleState, obs: Any, rollout_extras: Any = None) -> StatefulModuleOutput:
         """One step of every child."""
-
-        def call(name: str | int, child: StatefulModule, *args: Any) -> StatefulModuleOutput:
-            return naming_the_child(name, child, *args)
-
-        return self.route(state, obs, rollout_extras, call)
+        return self.route(state, obs, rollout_extras, naming_the_child)
 
     def over_time(
         self, state: ModuleState, obs: Any, rollout_extras: Any, done: Bool[Array, "time batch"]
     ) -> StatefulModuleOutput:
         """A sequence of steps of every child."""
+        return self.route(state, obs, rollout_extras, self.calling_over_time(done))
+
+    def calling_over_time(self, done: Bool[Array, "time batch"]) -> CallChild:
+        """What `route` calls its children with when it is given a sequence."""
 
         def call(name: str | int, child: StatefulModule, *args: Any) -> StatefulModuleOutput:
             return naming_the_child(name, lambda *args: functional.over_time(child, *args, done), *args)
 
-        return self.route(state, obs, rollout_extras, call)
+        return call
 
 
 class KeyedContainer(Container):

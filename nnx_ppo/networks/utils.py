@@ -69,7 +69,9 @@ class Filter(StatefulModule):
                     f"Filter got {type(extraction).__name__} for {name!r}; a key, a tuple of keys and indices, or a "
                     "function is accepted."
                 )
-        self.spec = dict(spec) if isinstance(spec, Mapping) else spec
+        # Tuples, because the structure of a network must be hashable.
+        self.parts = tuple(spec.items()) if isinstance(spec, Mapping) else None
+        self.part = None if isinstance(spec, Mapping) else spec
 
     def __call__(self, state: ModuleState, obs: Any, rollout_extras: Any = None) -> StatefulModuleOutput:
         """Pick.
@@ -77,10 +79,10 @@ class Filter(StatefulModule):
         Raises:
           ValueError: the input lacks a key.
         """
-        if isinstance(self.spec, dict):
-            output = {name: _extract(extraction, obs) for name, extraction in self.spec.items()}
+        if self.parts is not None:
+            output = {name: _extract(extraction, obs) for name, extraction in self.parts}
         else:
-            output = _extract(self.spec, obs)
+            output = _extract(self.part, obs)
         return StatefulModuleOutput(state, output, jnp.zeros(()), {})
 
 
