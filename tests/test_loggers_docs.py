@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
+from nnx_ppo.algorithms.metrics import EVALUATION_GLOSSARY, GLOSSARY
 from nnx_ppo.algorithms.ppo import train_ppo
 from nnx_ppo.loggers import read_scalars
 from nnx_ppo.networks.factories import make_mlp_actor_critic
@@ -70,3 +71,10 @@ def test_the_page_names_every_public_thing_of_the_loggers():
 
     unexplained = {"SinkUnavailable", "read_records"}
     assert [name for name in nnx_ppo.loggers.__all__ if name not in TEXT and name not in unexplained] == []
+
+
+def test_the_page_lists_every_key_under_its_level_as_the_glossary_explains_it():
+    tables = [(f"`{level.name}`", entries) for level, entries in GLOSSARY.items()]
+    for title, entries in [*tables, ("Evaluation, only in iterations that evaluated", EVALUATION_GLOSSARY)]:
+        rows = "".join(f"| `{key}` | {meaning} |\n" for key, meaning in entries.items())
+        assert f"\n{title}\n\n| key | meaning |\n|---|---|\n{rows}\n" in TEXT
