@@ -4,6 +4,7 @@ This is the only file that steps an environment.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.types import Replaceable, TrainingState, Transition
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.functional import reset_carry, tree_where
-from nnx_ppo.networks.types import ModuleState
+from nnx_ppo.networks.recording import extract_activations, with_recording
+from nnx_ppo.networks.types import ModuleState, StatefulModule
 
 # --- one environment, then many -------------------------------------------------------------------------------
 
@@ -425,3 +427,53 @@ def trajectory(recording: Recording) -> list[Any]:
     """The recorded states as a list of `length + 1`, on the host; one transfer."""
     states, length = jax.device_get((recording.states, recording.length))
     return [jax.tree.map(lambda x: x[t], states) for t in range(int(length) + 1)]
+
+
+# --- activations ----------------------------------------------------------------------------------------------
+
+
+def record_activations_rollout(
+    env: Any,
+    networks: StatefulModule,
+    n_envs: int,
+    max_episode_length: int,
+    key: PRNGKeyArray,
+    layers: Sequence[str] | None = None,
+    dtype: Any = None,
+) -> tuple[Any, Bool[Array, "time batch"]]:
+    """What every module put out in one deterministic episode of each environment.
+
+    Keeps `max_episode_length * n_envs` rows of all recorded units on the device. `networks` is left as it was.
+
+    Args:
+      env: the environment.
+      networks: the network; it need not be a recording one.
+      n_envs: episodes, one in each environment.
+      max_episode_length: steps that are recorded.
+      key: random key of the initial states.
+      layers: which modules, as for `with_recording`; None takes all.
+      dtype: what floating-point activations are kept as; None keeps theirs.
+
+    Returns:
+      Activations in nested dicts like the modules, leaves [time, batch, ...], and for each step whether the episode
+      had ended before it. Such steps repeat the end and mean nothing.
+    """
+    network = with_recording(networks, layers, dtype)
+    graphdef, params, variables = functional.split(network)
+    graphdef = functional.evaluation_graphdef(graphdef, params, variables)
+
+    @jax.jit
+    def record(params: nnx.State, variables: nnx.State, key: PRNGKeyArray) -> Any:
+        def one_step(carry: Any, _: None) -> tuple[Any, Any]:
+            variables, network_states, env_states, ended = carry
+            out, variables = functional.apply(graphdef, params, variables, network_states, env_states.obs)
+            next_states = step(env, env_states, out.output.actions)
+            done = ended | read_outcome(next_states).done
+            env_states = tree_where(done, env_states, next_states)
+            return (variables, out.next_state, env_states, done), (extract_activations(out.metrics), ended)
+
+        carry = functional.merge(graphdef, params, variables).initialize_state(n_envs)
+        start = (variables, carry, reset(env, key, n_envs), jnp.zeros(n_envs, bool))
+        return jax.lax.scan(one_step, start, None, length=max_episode_length)[1]
+
+    return record(params, variables, key)

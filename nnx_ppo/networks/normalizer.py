@@ -33,14 +33,14 @@ class Normalizer(StatefulModule):
         if clip is not None and not clip > 0:
             raise ValueError(f"Normalizer got clip={clip!r}; a number above 0, or None for no clipping, is accepted.")
         self.clip = clip
-        shapes = _plain(shape)
-        self.mean = NormalizerStatistics(_map_shapes(jnp.zeros, shapes))
-        self.variance = NormalizerStatistics(_map_shapes(jnp.ones, shapes))
+        shapes = plain_containers(shape)
+        self.mean = NormalizerStatistics(map_shapes(jnp.zeros, shapes))
+        self.variance = NormalizerStatistics(map_shapes(jnp.ones, shapes))
         self.counter = NormalizerStatistics(jnp.zeros(()))
 
     def __call__(self, state: ModuleState, obs: Any, rollout_extras: Any = None) -> StatefulModuleOutput:
         """Standardise; the extras are the raw inputs, which `update_statistics` needs."""
-        obs = _plain(obs)
+        obs = plain_containers(obs)
         mean, variance = self.mean.get_value(), self.variance.get_value()
         _check_fits(obs, mean)
         output = jax.tree.map(standardize, obs, mean, variance)
@@ -89,20 +89,22 @@ def _is_array(node: Any) -> bool:
     return hasattr(node, "shape")
 
 
-def _plain(tree: Any) -> Any:
+def plain_containers(tree: Any) -> Any:
+    """The same tree of dicts and tuples only."""
     # JAX holds dict, OrderedDict and FrozenDict for different tree nodes; environments use all of them.
     if isinstance(tree, Mapping):
-        return {key: _plain(value) for key, value in tree.items()}
+        return {key: plain_containers(value) for key, value in tree.items()}
     if isinstance(tree, list):
         # A list of numbers is a shape, as it is for jnp.zeros.
         numbers = bool(tree) and all(isinstance(n, int) for n in tree)
-        return tuple(tree) if numbers else [_plain(value) for value in tree]
+        return tuple(tree) if numbers else [plain_containers(value) for value in tree]
     if isinstance(tree, tuple) and not all(isinstance(n, int) for n in tree):
-        return tuple(_plain(value) for value in tree)
+        return tuple(plain_containers(value) for value in tree)
     return tree
 
 
-def _map_shapes(make: Any, shapes: Any) -> Any:
+def map_shapes(make: Any, shapes: Any) -> Any:
+    """`make(shape)` for every shape in a tree of them."""
     is_shape = lambda node: isinstance(node, int) or (isinstance(node, tuple) and all(isinstance(n, int) for n in node))
     return jax.tree.map(make, shapes, is_leaf=is_shape)
 
