@@ -263,7 +263,7 @@ def test_rates_flags_scalars_and_the_mean_reward_are_those_of_the_dumped_rollout
         assert metrics["env/nonfinite"] == 0
         assert metrics["weights/layers/1/gain"] == 1
         mean = np.mean(transitions.rewards["x"] + transitions.rewards["y"], dtype=np.float64)
-        assert metrics["rollout_batch/reward/mean"] == pytest.approx(mean, rel=1e-5)
+        assert metrics["rollout_batch/reward/mean"] == pytest.approx(mean, rel=1e-4, abs=1e-5)
 
 
 def test_explained_variance_is_that_of_the_sums_over_terms():
