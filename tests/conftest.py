@@ -10,5 +10,7 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"nnx_ppo_tests_xla_{os.getuid()}")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+# Tests compile much and compute little.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 # Whoever runs the tests may be logged in to W&B; tests are not to write there.
 os.environ["WANDB_MODE"] = "disabled"

@@ -1,12 +1,12 @@
 """Checkpoints: what is written is what was there, whole or not at all, and a resumed run is the same run."""
 
 import json
-import os
 import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def test_a_recurrent_run_resumed_in_another_process_is_the_same_run_to_the_bit(t
         train_ppo(make_env(), network, loaded["config"], total_steps=80, initial_state=loaded["training_state"],
                   checkpoint_fn=make_checkpoint_fn("{tmp_path}/again"))
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, env=dict(os.environ))
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=Path(__file__).parent.parent)
     network = recurrent(seed=7)
     loaded = load(tmp_path / "again" / "step_0000000080", network)
     assert_same_bits(ppo.with_env_states(make_env(), loaded["training_state"], CONFIG.ppo), result.training_state)

@@ -21,6 +21,15 @@ class Stream(enum.IntEnum):
     VIDEO = 5
 
 
+_RUN = 0x70706F
+"""`nnx.Rngs(seed)`, usually with the same seed, folds small numbers into the same root key; this keeps us apart."""
+
+
+def run_key(seed: int) -> PRNGKeyArray:
+    """The key that every other key of a run derives from."""
+    return jax.random.fold_in(jax.random.key(seed), _RUN)
+
+
 def stream_key(key: PRNGKeyArray, stream: Stream, *counters: int | jax.Array) -> PRNGKeyArray:
     """The key of `stream` at the given counters, such as the iteration."""
     key = jax.random.fold_in(key, stream)

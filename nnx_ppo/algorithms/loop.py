@@ -92,7 +92,9 @@ def run_training(
             loop.flush()
         raise
     finally:
-        nnx.update(networks, loop.state.params, loop.state.variables)
+        # An iteration that failed on the device has consumed its state: what the caller has is all there is then.
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves((loop.state.params, loop.state.variables))):
+            nnx.update(networks, loop.state.params, loop.state.variables)
         loop.video_worker.close()
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
-from nnx_ppo.algorithms.keys import Stream, stream_key
+from nnx_ppo.algorithms.keys import Stream, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
 from nnx_ppo.algorithms.optimizer import (
@@ -315,7 +315,8 @@ def clipped_surrogate(
     log_ratio: Float[Array, "..."], advantage: Float[Array, "..."], clip_range: float
 ) -> Float[Array, ""]:
     """-E[min(r A, clip(r, 1 - eps, 1 + eps) A)], the ratio r = new / old likelihood (PPO paper, eq. 7)."""
-    ratio = jnp.exp(log_ratio)
+    # An overflowing ratio would make the gradient NaN, also where the minimum is the clipped branch.
+    ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
     clipped = jnp.clip(ratio, 1 - clip_range, 1 + clip_range)
     return -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
 
@@ -385,7 +386,7 @@ def initial_training_state(env: RLEnv, networks: StatefulModule, config: TrainCo
     """The state before the first iteration; all randomness derives from `config.seed`."""
     graphdef, params, variables = functional.split(networks)
     graphdef = functional.training_graphdef(graphdef, params, variables)
-    key = jax.random.key(config.seed)
+    key = run_key(config.seed)
     env_states = first_env_states(env, key, config.ppo.n_envs)
     network_states = networks.initialize_state(config.ppo.n_envs)
     out = jax.eval_shape(
