@@ -33,6 +33,7 @@ def make_networks(env: Any, rngs: "nnx.Rngs") -> "StatefulModule":
         rngs=rngs,
         activation="swish",
         normalize_obs=True,
+        entropy_weight=2e-3,
     )
 
 
@@ -48,7 +49,7 @@ TASK = Task(
             total_steps=10_000_000,
             n_epochs=4,
             n_minibatches=8,
-            discounting_factor=0.97,
+            discounting_factor=0.98,
             clip_range=0.3,
             learning_rate=3e-4,
             learning_rate_schedule="linear",  # At a constant rate the gait is lost again after some millions of steps.
