@@ -633,3 +633,11 @@ def test_readout_values_reach_the_explained_targets():
     _, _, metrics = one_iteration(config, Counter(2), Readout(0.0))
     np.testing.assert_allclose(metrics["losses/critic_loss"], 0.5 * 4, rtol=1e-6)
     np.testing.assert_allclose(metrics["rollout_batch/reward/mean"], 1.5, rtol=1e-6)
+
+
+def test_a_new_state_does_not_follow_its_network():
+    networks = network()
+    state = ppo.initial_training_state(LIMITED, networks, TrainConfig(ppo=SMALL))
+    before = jax.tree.map(np.array, state.params)
+    nnx.update(networks, jax.tree.map(lambda leaf: leaf + 1, nnx.state(networks, nnx.Param)))
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)

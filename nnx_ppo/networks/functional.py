@@ -13,6 +13,8 @@ from nnx_ppo.networks.types import ModuleState, SequenceModule, StatefulModule, 
 def split(network: StatefulModule) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """(graphdef, params, variables): static structure, `nnx.Param`s, and everything else."""
     graphdef, params, variables = nnx.split(network, nnx.Param, ...)
+    # nnx.split hands out the network's own variables: an update of the network would change what was split off.
+    params, variables = jax.tree.map(lambda leaf: leaf, (params, variables))
     return graphdef, params, variables
 
 
