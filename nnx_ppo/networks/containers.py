@@ -19,11 +19,11 @@ class Sequential(Container):
     """
 
     def __init__(self, layers: Sequence[StatefulModule] | Mapping[str, StatefulModule]):
-        named = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
+        named: Any = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
         if not named:
             raise ValueError("Sequential got no layers; give it at least one.")
         check_modules("Sequential", named)
-        self.layers = nnx.Dict(named) if isinstance(layers, Mapping) else nnx.List(list(layers))
+        self.layers: Any = nnx.Dict(named) if isinstance(layers, Mapping) else nnx.List(list(layers))
         self.names = tuple(named)
 
     def in_order(self) -> list[StatefulModule]:

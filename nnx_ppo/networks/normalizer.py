@@ -44,8 +44,9 @@ class Normalizer(StatefulModule):
         mean, variance = self.mean.get_value(), self.variance.get_value()
         _check_fits(obs, mean)
         output = jax.tree.map(standardize, obs, mean, variance)
-        if self.clip is not None:
-            output = jax.tree.map(lambda x: jnp.clip(x, -self.clip, self.clip), output)
+        clip = self.clip
+        if clip is not None:
+            output = jax.tree.map(lambda x: jnp.clip(x, -clip, clip), output)
         return StatefulModuleOutput(state, output, jnp.zeros(()), {}, obs)
 
     def update_statistics(self, rollout_extras: Any) -> None:

@@ -58,7 +58,7 @@ class _Recurrent(StatefulModule):
             vectors = [self.initial[name].get_value() for name in self.carry_names]
         else:
             vectors = [jnp.zeros(self.hidden_features)] * len(self.carry_names)
-        carry = tuple(jnp.broadcast_to(vector, (batch_size, self.hidden_features)) for vector in vectors)
+        carry: Any = tuple(jnp.broadcast_to(vector, (batch_size, self.hidden_features)) for vector in vectors)
         return carry if len(carry) > 1 else carry[0]
 
 

@@ -39,8 +39,8 @@ class Container(SequenceModule):
     def calling_over_time(self, done: Bool[Array, "time batch"]) -> CallChild:
         """What `route` calls its children with when it is given a sequence."""
 
-        def call(name: str | int, child: StatefulModule, *args: Any) -> StatefulModuleOutput:
-            return naming_the_child(name, lambda *args: functional.over_time(child, *args, done), *args)
+        def call(name: str | int, child: StatefulModule, state: Any, obs: Any, extras: Any) -> StatefulModuleOutput:
+            return naming_the_child(name, lambda: functional.over_time(child, state, obs, extras, done))
 
         return call
 

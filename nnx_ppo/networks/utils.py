@@ -71,7 +71,7 @@ class Filter(StatefulModule):
                 )
         # Tuples, because the structure of a network must be hashable.
         self.parts = tuple(spec.items()) if isinstance(spec, Mapping) else None
-        self.part = None if isinstance(spec, Mapping) else spec
+        self.part: Any = None if isinstance(spec, Mapping) else spec
 
     def __call__(self, state: ModuleState, obs: Any, rollout_extras: Any = None) -> StatefulModuleOutput:
         """Pick.
