@@ -69,7 +69,19 @@ class Journal:
         return steps == self.stop_at
 
 
-def run(start, journal, total_steps=40, resumed=False, env=ENV, network=None, **config):
+class Asked:
+    """A stop_fn that does not look at metrics."""
+
+    reads_metrics = False
+
+    def __init__(self, journal):
+        self.journal = journal
+
+    def __call__(self, steps):
+        return self.journal.stop(steps)
+
+
+def run(start, journal, total_steps=40, resumed=False, env=ENV, network=None, stop_fn=None, **config):
     config = TrainConfig(
         **{"eval": EvalConfig(enabled=False), "checkpoint_every_steps": 0, **config},
         ppo=PPOConfig(n_envs=2, n_minibatches=1),
@@ -92,7 +104,7 @@ def run(start, journal, total_steps=40, resumed=False, env=ENV, network=None, **
         log_fn=journal.log,
         video_fn=journal.video,
         checkpoint_fn=journal.checkpoint,
-        stop_fn=journal.stop if journal.stop_at is not None else None,
+        stop_fn=stop_fn or (journal.stop if journal.stop_at is not None else None),
     )
 
 
@@ -226,6 +238,20 @@ def test_a_stop_saves_and_ends_normally_with_exactly_that_iteration(start):
     assert journal.entries == [("checkpoint", 0), ("log", 0), *logs_and_stops, ("checkpoint", 20)]
     assert [evaluation["step"] for evaluation in result.eval_history] == [0, 20]
     assert "eval/episode_reward/mean" in result.final_metrics
+
+
+def test_a_stop_fn_that_reads_no_metrics_is_asked_before_they_are_fetched_and_no_record_is_lost(start):
+    journal = Journal(stop_at=20)
+    result = run(start, journal, checkpoint_every_steps=1000, stop_fn=Asked(journal))
+    assert journal.entries == [
+        ("checkpoint", 0),
+        ("stop", 10),
+        ("log", 10),
+        ("stop", 20),
+        ("log", 20),
+        ("checkpoint", 20),
+    ]
+    assert (result.total_steps, result.final_metrics["iteration"]) == (20, 2)
 
 
 def test_a_stop_does_not_save_or_evaluate_a_second_time_what_was_just_due(start):

@@ -134,15 +134,22 @@ class TrainingLoop:
         first_iteration = self.iteration
         while self.steps < self.programs.total_steps:
             self._iterate()
-            if self.stop_fn is not None:
+            if self._asked_to_stop():
                 self.flush()
-                if self.stop_fn(self.steps):
-                    self._end_early()
-                    break
+                self._end_early()
+                break
         self.flush()
         return TrainResult(
             self.state, self.final_metrics, self.eval_history, self.steps, self.iteration - first_iteration
         )
+
+    def _asked_to_stop(self) -> bool:
+        if self.stop_fn is None:
+            return False
+        # What it answers may depend on what log_fn is about to see, unless it says that it does not.
+        if getattr(self.stop_fn, "reads_metrics", True):
+            self.flush()
+        return self.stop_fn(self.steps)
 
     def _start(self) -> None:
         parts: list[Part] = []

@@ -77,7 +77,9 @@ def train_ppo(
       checkpoint_fn: called with the training state and the environment steps.
       eval_env: the environment for evaluation and video; None takes `env`.
       initial_state: go on from this state, such as a checkpoint holds. It stays valid.
-      stop_fn: asked after each iteration with the environment steps; True ends the run normally.
+      stop_fn: asked after each iteration, and after its log_fn, with the environment steps; True ends the run
+        normally. If it has an attribute `reads_metrics` that is False it is asked before log_fn instead, and the
+        device need not wait for the host between iterations.
 
     Returns:
       The final state, the metrics of the last iteration and the history of evaluations.

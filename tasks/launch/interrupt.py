@@ -14,6 +14,9 @@ class StopOnSignal:
     Ctrl-C, 143 after SIGTERM, which for a scheduler means that the run is not finished and can be resumed.
     """
 
+    reads_metrics = False
+    """So the loop need not wait for an iteration's metrics before it asks."""
+
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
