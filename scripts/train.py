@@ -82,7 +82,7 @@ def train(command: Command, console: Console, started: float) -> int:
             console.print(Text.assemble(("training failed: ", "bold red"), str(error)), soft_wrap=True)
             console.print(f"run folder  {report.relative(run.path)}", soft_wrap=True)
             return FAILED
-    draw_learning_curve(run)
+    draw_learning_curve(run, task.name)
     title = "finished" if not stop.received else f"interrupted by {stop.received.name} at step {result.total_steps:,}"
     where = files(command, run, interrupted=stop.received is not None)
     report.show_footer(console, title, summary, evaluations(run, result), where)
@@ -237,12 +237,12 @@ def evaluations(run: RunFolder, result: "TrainResult") -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def draw_learning_curve(run: RunFolder) -> None:
+def draw_learning_curve(run: RunFolder, title: str) -> None:
     from nnx_ppo.loggers import plot_learning_curve
 
     # A run without an evaluation has no learning curve.
     with contextlib.suppress(ValueError):
-        plot_learning_curve(run.path, run.learning_curve)
+        plot_learning_curve(run.path, run.learning_curve, title=title)
 
 
 def default_wandb_mode(smoke: bool) -> str:
