@@ -66,12 +66,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     task = tasks.load_task(options.task)
     env, networks = task.make_env(None), task.make_networks
-    off = dataclasses.replace(task.config.eval, enabled=False)
+    off = {
+        "eval": dataclasses.replace(task.config.eval, enabled=False),
+        "video": dataclasses.replace(task.config.video, enabled=False),
+    }
     n_envs = options.n_envs or task.config.ppo.n_envs
 
     def config(level: LoggingLevel, percentiles: tuple[float, ...] | None = None) -> TrainConfig:
         ppo = dataclasses.replace(task.config.ppo, n_envs=n_envs, logging_level=level, logging_percentiles=percentiles)
-        return dataclasses.replace(task.config, ppo=ppo, eval=off)
+        return dataclasses.replace(task.config, ppo=ppo, **off)
 
     losses = config(LoggingLevel.LOSSES)
     with (
