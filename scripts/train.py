@@ -59,6 +59,8 @@ def train(command: Command, console: Console, started: float) -> int:
     with console.status("starting JAX"):
         from flax import nnx
 
+        from nnx_ppo.networks.describe import describe
+
         use_compilation_cache()
         env = build_env(command)
         # One compiled program instead of one for each parameter's shape.
@@ -70,7 +72,8 @@ def train(command: Command, console: Console, started: float) -> int:
             record = new_record(command, env)
             run.create(record, git_diff(code_folder(command)))
     wandb_mode = command.options.wandb or default_wandb_mode(command.options.smoke)
-    report.show_header(console, task.name, task.summary, header(command, run, env, networks, wandb_mode))
+    rows = header(command, run, env, networks, wandb_mode)
+    report.show_header(console, task.name, task.summary, rows, describe(networks))
 
     stop = StopOnSignal()
     summary = report.RunSummary(console, started, first_step)

@@ -1,6 +1,7 @@
 """What a run shows before and after its progress: a header and a footer."""
 
 import os
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,13 @@ RETURN, RETURN_STD = "eval/episode_reward/mean", "eval/episode_reward/std"
 _PHYSICS = {"native": "MuJoCo's C engine", "jax": "MJX", "warp": "MJX-Warp"}
 
 
-def show_header(console: Console, title: str, summary: str, rows: Mapping[str, str]) -> None:
-    """The title in bold, then name and value in two columns."""
+def show_header(console: Console, title: str, summary: str, rows: Mapping[str, str], table: str) -> None:
+    """The title in bold, name and value in two columns, and a table of the network."""
     console.print()
     console.print(Text.assemble((title, "bold"), "  ", summary), soft_wrap=True)
     _show_rows(console, rows)
+    console.print()
+    console.print(Text(textwrap.indent(table, "  "), style="dim"), soft_wrap=True)
     console.print()
 
 
