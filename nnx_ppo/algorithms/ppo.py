@@ -244,7 +244,15 @@ def update(
         return {name: value for name, value in metrics.items() if name != "losses/regularization" or regularized}
 
     regularized = depends_on_input(
-        lambda params, batch: replay(state.graphdef, params, state.variables, batch.take(jnp.arange(1)))[1],
+        lambda params, batch: (
+            functional.apply(
+                state.graphdef,
+                params,
+                state.variables,
+                batch.network_states,
+                *jax.tree.map(lambda x: x[0], (batch.obs, batch.rollout_extras)),
+            )[0].regularization_loss
+        ),
         state.params,
         batch,
     )
