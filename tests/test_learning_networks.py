@@ -104,6 +104,13 @@ class TwoHands:
         return state.replace(reward={"left": miss("left", 0), "right": 100 * miss("right", 1)}, done=jnp.ones(()))
 
 
+class OneBody(TwoHands):
+    """The same with one action vector for both hands."""
+
+    def step(self, state, action):
+        return super().step(state, {"left": action[:1], "right": action[1:]})
+
+
 def discrete(front, features, rngs):
     return Sequential(
         [
@@ -158,6 +165,19 @@ def test_two_heads_and_two_rewards_are_learned_keyed_and_combined(combine):
     )
     last = final_return(TwoHands(), networks, combine_advantages=combine, critic_loss_weight=0.01)
     # Doing nothing costs 0.25 and 25. Combined, the larger reward drowns the smaller one.
+    assert last["eval/episode_reward/right/mean"] > -2.5
+    if not combine:
+        assert last["eval/episode_reward/left/mean"] > -0.025
+
+
+@pytest.mark.parametrize("combine", [False, True])
+def test_one_joint_policy_learns_from_two_rewards_keyed_and_combined(combine):
+    rngs = nnx.Rngs(0)
+    networks = PPOAdapter(
+        action=Sequential([Dense(2, 4, rngs), NormalTanhSampler(rngs, 1e-4, min_std=0.05)]),
+        value=make_critic([2, 16], rngs, nnx.tanh, reward_terms=["left", "right"]),
+    )
+    last = final_return(OneBody(), networks, combine_advantages=combine, critic_loss_weight=0.01)
     assert last["eval/episode_reward/right/mean"] > -2.5
     if not combine:
         assert last["eval/episode_reward/left/mean"] > -0.025
