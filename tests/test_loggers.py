@@ -601,3 +601,23 @@ def _warnings_are_captured(caplog):
 @pytest.fixture(autouse=True)
 def _subprocesses_find_the_package(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+
+
+def test_a_sink_that_was_left_behind_says_nothing_more(caplog):
+    left_behind, finished = threading.Event(), threading.Event()
+
+    def hangs(metrics, steps):
+        left_behind.wait(10)
+        finished.set()
+        raise RuntimeError("too late")
+
+    logger = Logger(hangs, attempts=1)
+    logger({"a": 1.0}, 1)
+    logger.close(timeout=0.05)
+    left_behind.set()
+    assert finished.wait(10)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name.startswith("log"):
+            thread.join(1)
+    assert [record.getMessage() for record in caplog.records if "too late" in record.getMessage()] == []
+    assert len(caplog.records) == 1

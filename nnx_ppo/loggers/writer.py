@@ -332,6 +332,6 @@ class _Lane:
 
     def _report(self, error: Exception, verdict: str) -> None:
         self._last_error = error
-        if not self._reported:
+        if not self._reported and not self._abandoned:  # What it lost has been said.
             self._reported = True
             log.warning("%s %s; training goes on. %s: %s", _name(self.sink), verdict, type(error).__name__, error)
