@@ -60,11 +60,11 @@ def train(command: Command, console: Console, started: float) -> int:
         from flax import nnx
 
         from nnx_ppo.networks.describe import describe
+        from nnx_ppo.networks.functional import build
 
         use_compilation_cache()
         env = build_env(command)
-        # One compiled program instead of one for each parameter's shape.
-        networks = nnx.jit(lambda: task.make_networks(env, nnx.Rngs(config.seed)))()
+        networks = build(lambda: task.make_networks(env, nnx.Rngs(config.seed)))
         initial_state, first_step = restore(command, networks)
         if command.resumed:
             record = run.read_record()

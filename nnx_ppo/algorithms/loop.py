@@ -81,9 +81,14 @@ def run_training(
     video_fn: Callable[[VideoData], object] | None,
     checkpoint_fn: Callable[[TrainingState, int], object] | None,
     stop_fn: StopFn | None,
+    first_state: Callable[[], TrainingState] | None = None,
 ) -> TrainResult:
-    """Train to the end; whatever happens, `networks` holds the latest parameters afterwards."""
-    loop = TrainingLoop(programs, config, state, log_fn, video_fn, checkpoint_fn, stop_fn)
+    """Train to the end; whatever happens, `networks` holds the latest parameters afterwards.
+
+    With `first_state` the state is what that returns, worked out while the programs are being compiled; `state` then
+    only describes its shapes.
+    """
+    loop = TrainingLoop(programs, config, state, log_fn, video_fn, checkpoint_fn, stop_fn, first_state)
     try:
         return loop.run(resumed)
     except BaseException:
@@ -110,22 +115,23 @@ class TrainingLoop:
         video_fn: Callable[[VideoData], object] | None,
         checkpoint_fn: Callable[[TrainingState, int], object] | None,
         stop_fn: StopFn | None,
+        first_state: Callable[[], TrainingState] | None = None,
     ):
         self.programs, self.config = programs, config
         self.log_fn, self.video_fn, self.checkpoint_fn, self.stop_fn = log_fn, video_fn, checkpoint_fn, stop_fn
-        # The compiled iteration consumes its argument; the caller's state must outlive it.
-        self.state = jax.tree.map(jnp.copy, state)
-        self.steps = state.steps_taken
-        self.iteration = int(state.iteration)
         self.timed = LoggingLevel.THROUGHPUT in config.ppo.logging_level
         self.eval_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
-        self.nonfinite_steps = int(state.nonfinite_steps)
         self.video_worker = VideoWorker()
         self.pending: Pending | None = None
         self.actions = self._make_actions()
         self.compiling_since: float | None = time.perf_counter()
-        self.compiled = compile_programs(self._programs())
+        self.compiled = compile_programs(self._programs(state))
+        # An iteration consumes its argument; what the caller holds (a state, a network) must outlive it.
+        self.state = copy_arrays(first_state() if first_state else state)
+        self.steps = self.state.steps_taken
+        self.iteration = int(self.state.iteration)
+        self.nonfinite_steps = int(self.state.nonfinite_steps)
 
     def run(self, resumed: bool) -> TrainResult:
         """The start, the iterations, the end."""
@@ -265,9 +271,9 @@ class TrainingLoop:
             return f"{type(self.programs.eval_env).__name__} has no render method"
         return ""
 
-    def _programs(self) -> dict[str, Any]:
-        """What to compile: name -> (jitted function, arguments)."""
-        state, env = self.state, self.programs.eval_env
+    def _programs(self, state: TrainingState) -> dict[str, Any]:
+        """What to compile: name -> (jitted function, arguments or their shapes)."""
+        env = self.programs.eval_env
         graphdef = functional.evaluation_graphdef(state.graphdef, state.params, state.variables)
         network = (state.params, state.variables, state.rng_key)
         programs: dict[str, Any] = {
@@ -318,8 +324,19 @@ class TrainingLoop:
         assert self.checkpoint_fn is not None
         started = time.perf_counter()
         # A copy, because the next iteration consumes the state and the callback may keep what it was given.
-        self.checkpoint_fn(jax.tree.map(jnp.copy, state), steps)
+        self.checkpoint_fn(copy_arrays(state), steps)
         return [{"time/checkpoint_s": time.perf_counter() - started}] if self.timed else []
+
+
+def copy_arrays(tree: Any) -> Any:
+    """The same arrays in memory of their own, on the same devices; compiles nothing."""
+
+    def copy(array: jax.Array) -> jax.Array:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(copy(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+        return jax.device_put(array, array.sharding if array.committed else None, may_alias=False)
+
+    return jax.tree.map(copy, tree)
 
 
 Part = Packed | dict[str, float]

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
-from nnx_ppo.algorithms.keys import Stream, run_key, stream_key
+from nnx_ppo.algorithms.keys import Stream, keys_of_rows, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
 from nnx_ppo.algorithms.optimizer import (
@@ -95,9 +95,10 @@ def train_ppo(
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
     if initial_state is None:
-        state = initial_training_state(env, networks, config)
+        program, inputs = lower_initial_state(env, networks, config)
+        state, first_state = program.out_info, lambda: program.compile()(*inputs)
     else:
-        state = with_env_states(env, initial_state, config.ppo)
+        state, first_state = with_env_states(env, initial_state, config.ppo), None
     return run_training(
         Programs(
             train=functools.partial(ppo_step, env, config.ppo),
@@ -110,11 +111,12 @@ def train_ppo(
         config,
         state,
         networks,
-        resumed=state.steps_taken > 0,
+        resumed=initial_state is not None and initial_state.steps_taken > 0,
         log_fn=log_fn,
         video_fn=video_fn,
         checkpoint_fn=checkpoint_fn,
         stop_fn=stop_fn,
+        first_state=first_state,
     )
 
 
@@ -394,29 +396,46 @@ def update_statistics(state: TrainingState, transitions: Transition) -> Training
 
 def initial_training_state(env: RLEnv, networks: StatefulModule, config: TrainConfig) -> TrainingState:
     """The state before the first iteration; all randomness derives from `config.seed`."""
+    program, inputs = lower_initial_state(env, networks, config)
+    return program.compile()(*inputs)
+
+
+def lower_initial_state(env: RLEnv, networks: StatefulModule, config: TrainConfig) -> tuple[jax.stages.Lowered, Any]:
+    """`initial_training_state` as one program that is not compiled yet, and what to call it with.
+
+    The program knows the shapes of its result, so what consumes that can be compiled at the same time.
+
+    Raises:
+      TypeError: the environment's step changes the shape or type of its state.
+    """
     graphdef, params, variables = functional.split(networks)
     graphdef = functional.training_graphdef(graphdef, params, variables)
-    key = run_key(config.seed)
-    env_states = first_env_states(env, key, config.ppo.n_envs)
-    network_states = networks.initialize_state(config.ppo.n_envs)
-    out = jax.eval_shape(
-        lambda *args: functional.apply(graphdef, *args)[0], params, variables, network_states, env_states.obs
-    )
-    rollout.check_step_keeps_shapes(env, env_states, out.output.actions)
-    return TrainingState(
-        params=params,
-        variables=variables,
-        optimizer=new_optimizer_state(config.ppo, params),
-        network_states=network_states,
-        env_states=env_states,
-        rng_key=key,
-        iteration=jnp.zeros((), jnp.int32),
-        steps=jnp.zeros(2, jnp.uint32),
-        skipped_updates=jnp.zeros((), jnp.int32),
-        nonfinite_source=jnp.zeros((), jnp.int32),
-        nonfinite_steps=jnp.zeros((), jnp.uint32),
-        graphdef=graphdef,
-    )
+
+    @jax.jit
+    def first_state(key: jax.Array, params: nnx.State, variables: nnx.State) -> TrainingState:
+        env_states = first_env_states(env, key, config.ppo.n_envs)
+        network_states = functional.merge(graphdef, params, variables).initialize_state(config.ppo.n_envs)
+        out = jax.eval_shape(
+            lambda *args: functional.apply(graphdef, *args)[0], params, variables, network_states, env_states.obs
+        )
+        rollout.check_step_keeps_shapes(env, env_states, out.output.actions)
+        return TrainingState(
+            params=params,
+            variables=variables,
+            optimizer=new_optimizer_state(config.ppo, params),
+            network_states=network_states,
+            env_states=env_states,
+            rng_key=key,
+            iteration=jnp.zeros((), jnp.int32),
+            steps=jnp.zeros(2, jnp.uint32),
+            skipped_updates=jnp.zeros((), jnp.int32),
+            nonfinite_source=jnp.zeros((), jnp.int32),
+            nonfinite_steps=jnp.zeros((), jnp.uint32),
+            graphdef=graphdef,
+        )
+
+    inputs = (run_key(config.seed), params, variables)
+    return first_state.lower(*inputs), inputs
 
 
 def new_training_state(
@@ -441,16 +460,11 @@ def new_training_state(
 
 def first_env_states(env: RLEnv, key: jax.Array, n_envs: int) -> Any:
     """The very first states, with their time limits spread if the environment knows how (`randomize_phase`)."""
-
-    @jax.jit
-    def reset(key: jax.Array) -> Any:
-        states = rollout.reset(env, stream_key(key, Stream.INITIAL_RESET), n_envs)
-        if hasattr(env, "randomize_phase"):
-            keys = jax.random.split(stream_key(key, Stream.EPISODE_PHASE), n_envs)
-            states = jax.vmap(env.randomize_phase)(states, keys)  # type: ignore[attr-defined]
-        return states
-
-    return reset(key)
+    states = rollout.reset(env, stream_key(key, Stream.INITIAL_RESET), n_envs)
+    if hasattr(env, "randomize_phase"):
+        keys = keys_of_rows(stream_key(key, Stream.EPISODE_PHASE), 0, n_envs)
+        states = jax.vmap(env.randomize_phase)(states, keys)  # type: ignore[attr-defined]
+    return states
 
 
 def with_env_states(env: RLEnv, state: TrainingState, config: PPOConfig) -> TrainingState:

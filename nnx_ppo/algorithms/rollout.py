@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig
-from nnx_ppo.algorithms.keys import Stream, stream_key
+from nnx_ppo.algorithms.keys import Stream, keys_of_rows, stream_key
 from nnx_ppo.algorithms.types import Replaceable, TrainingState, Transition
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.functional import reset_carry, tree_where
@@ -51,15 +51,14 @@ def _step(same: _Same, state: Any, action: Any) -> Any:
 
 def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
     """`n_envs` fresh initial states, all finite."""
-    return _counted_reset(env, key, n_envs)[0]
+    return _counted_reset(env, keys_of_rows(key, 0, n_envs))[0]
 
 
-def _counted_reset(env: Any, key: PRNGKeyArray, n_envs: int) -> tuple[Any, UInt32[Array, ""]]:
+def _counted_reset(env: Any, keys: PRNGKeyArray) -> tuple[Any, UInt32[Array, ""]]:
     """Fresh initial states, and how many of them had to be replaced because they were not finite."""
-    states = jax.vmap(functools.partial(_reset, _Same(env)))(jax.random.split(key, n_envs))
+    states = jax.vmap(functools.partial(_reset, _Same(env)))(keys)
     bad = nonfinite_rows(states)
-    states = jax.lax.cond(jnp.any(bad), _replace_rows, lambda states, bad: states, states, bad)
-    return states, jnp.sum(bad, dtype=jnp.uint32)
+    return _replace_rows(states, bad), jnp.sum(bad, dtype=jnp.uint32)
 
 
 def step(env: Any, env_states: Any, actions: Any) -> Any:
@@ -147,7 +146,8 @@ def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batc
         return jnp.any(done & pool.taken)
 
     def draw(pool: ResetPool) -> ResetPool:
-        states, nonfinite = _counted_reset(env, jax.random.fold_in(pool.key, pool.draws), done.shape[0])
+        n_envs = done.shape[0]
+        states, nonfinite = _counted_reset(env, keys_of_rows(pool.key, pool.draws * n_envs, n_envs))
         return ResetPool(
             states=_like_tree(states, env_states),
             taken=jnp.zeros_like(pool.taken),

@@ -1,5 +1,6 @@
 """Calling a split network as a pure function, which is how compiled code sees it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,23 @@ from flax import nnx
 from jaxtyping import Array, Bool
 
 from nnx_ppo.networks.types import ModuleState, SequenceModule, StatefulModule, StatefulModuleOutput
+
+
+def build(make: Callable[[], StatefulModule]) -> StatefulModule:
+    """`make()`, its initial values worked out by one program instead of one for each parameter's shape.
+
+    The program runs once, so a CPU does not optimise it, which takes longer than running it.
+    """
+    graphdefs = []
+
+    def initial_values() -> nnx.State:
+        graphdef, state = nnx.split(make())
+        graphdefs.append(graphdef)
+        return state
+
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    state = jax.jit(initial_values).lower().compile(compiler_options=options)()
+    return nnx.merge(graphdefs[0], state)
 
 
 def split(network: StatefulModule) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
