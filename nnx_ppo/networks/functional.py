@@ -23,7 +23,7 @@ def build(make: Callable[[], StatefulModule]) -> StatefulModule:
         graphdefs.append(graphdef)
         return state
 
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     state = jax.jit(initial_values).lower().compile(compiler_options=options)()
     return nnx.merge(graphdefs[0], state)
 
