@@ -27,6 +27,7 @@ from tasks.launch.interrupt import StopOnSignal
 from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
 
 if TYPE_CHECKING:
+    from nnx_ppo.algorithms.checkpointing import CheckpointWriter
     from nnx_ppo.algorithms.types import TrainingState, TrainResult
     from nnx_ppo.loggers import Logger
 
@@ -59,27 +60,45 @@ def train(command: Command, console: Console, started: float) -> int:
     with console.status("starting JAX"):
         from flax import nnx
 
-        from nnx_ppo.networks.describe import describe
         from nnx_ppo.networks.functional import build
 
         use_compilation_cache()
         env = build_env(command)
         networks = build(lambda: task.make_networks(env, nnx.Rngs(config.seed)))
-        initial_state, first_step = restore(command, networks)
         if command.resumed:
             record = run.read_record()
         else:
             record = new_record(command, env)
             run.create(record, git_diff(code_folder(command)))
+    with run.locked():
+        return train_in(run, command, env, networks, record, console, started)
+
+
+def train_in(
+    run: RunFolder,
+    command: Command,
+    env: Any,
+    networks: Any,
+    record: RunRecord,
+    console: Console,
+    started: float,
+) -> int:
+    """Train in a run folder that no other process writes to; returns the exit code."""
+    from nnx_ppo.networks.describe import describe
+
+    task = command.task
+    with console.status("reading the checkpoint"):
+        initial_state, first_step = restore(command, networks)
     wandb_mode = command.options.wandb or default_wandb_mode(command.options.smoke)
     rows = header(command, run, env, networks, wandb_mode)
     report.show_header(console, task.name, task.summary, rows, describe(networks))
 
     stop = StopOnSignal()
-    summary = report.RunSummary(console, started, first_step)
+    summary = report.RunSummary(console, started, first_step, evaluations(run) if first_step else [])
     with stop, make_logger(command, run, record, env, summary, wandb_mode) as logger, summary:
         try:
-            result = run_training(command, run, env, networks, initial_state, logger, stop)
+            checkpoint_fn = make_checkpoints(command, run, record, summary)
+            result = run_training(command, env, networks, initial_state, logger, checkpoint_fn, stop)
         except FloatingPointError as error:  # Its message says what became non-finite, and when.
             summary.__exit__()
             console.print(Text.assemble(("training failed: ", "bold red"), str(error)), soft_wrap=True)
@@ -88,7 +107,7 @@ def train(command: Command, console: Console, started: float) -> int:
     draw_learning_curve(run, task.name)
     title = "finished" if not stop.received else f"interrupted by {stop.received.name} at step {result.total_steps:,}"
     where = files(command, run, interrupted=stop.received is not None)
-    report.show_footer(console, title, summary, evaluations(run, result), where)
+    report.show_footer(console, title, summary, evaluations(run, result.eval_history), where)
     return stop.exit_code
 
 
@@ -104,14 +123,13 @@ def build_env(command: Command) -> Any:
 
 def run_training(
     command: Command,
-    run: RunFolder,
     env: Any,
     networks: Any,
     initial_state: "TrainingState | None",
     logger: "Logger",
+    checkpoint_fn: "CheckpointWriter",
     stop: StopOnSignal,
 ) -> "TrainResult":
-    from nnx_ppo.algorithms.checkpointing import make_checkpoint_fn
     from nnx_ppo.algorithms.ppo import train_ppo
 
     return train_ppo(
@@ -120,9 +138,26 @@ def run_training(
         command.config,
         log_fn=logger,
         video_fn=logger.video_fn,
-        checkpoint_fn=make_checkpoint_fn(run.checkpoints, command.config),
+        checkpoint_fn=checkpoint_fn,
         initial_state=initial_state,
         stop_fn=stop,
+    )
+
+
+def make_checkpoints(
+    command: Command, run: RunFolder, record: RunRecord, summary: report.RunSummary
+) -> "CheckpointWriter":
+    """What writes the run's checkpoints; the newest few and the one of the best return stay."""
+    from nnx_ppo.algorithms.checkpointing import make_checkpoint_fn, remove_leftovers
+
+    remove_leftovers(run.checkpoints)
+    return make_checkpoint_fn(
+        run.checkpoints,
+        command.config,
+        keep=command.options.keep_checkpoints,
+        score=summary.returns.get,
+        metadata=lambda: {"task": record.task, "wandb_id": record.wandb_id, "returns": sorted(summary.returns.items())},
+        asynchronous=True,
     )
 
 
@@ -131,19 +166,24 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
     if command.resumed is None:
         return None, 0
 
-    from nnx_ppo.algorithms.checkpointing import CheckpointError, latest_checkpoint, load_checkpoint
+    from nnx_ppo.algorithms.checkpointing import CheckpointDamaged, CheckpointError, checkpoints, load_checkpoint
     from nnx_ppo.algorithms.optimizer import new_optimizer_state
     from nnx_ppo.networks.functional import split
 
-    run = command.resumed
-    path = latest_checkpoint(run.checkpoints)
-    if path is None:
-        raise UsageError(f"{str(run.path)!r} has no checkpoint, so there is nothing to go on from: start a new run.")
+    run, loaded = command.resumed, None
     _, params, _ = split(networks)
-    try:
-        loaded = load_checkpoint(path, networks, new_optimizer_state(command.config.ppo, params))
-    except CheckpointError as error:
-        raise UsageError(str(error)) from error
+    for path in reversed(checkpoints(run.checkpoints)):
+        try:
+            loaded = load_checkpoint(path, networks, new_optimizer_state(command.config.ppo, params))
+            break
+        except CheckpointDamaged as error:
+            logging.getLogger(__name__).warning("%s An older one is tried.", error)
+        except CheckpointError as error:
+            raise UsageError(str(error)) from error
+    if loaded is None:
+        raise UsageError(
+            f"{str(run.path)!r} has no checkpoint that can be read, so there is nothing to go on from: start a new run."
+        )
     if loaded["step"] >= command.config.ppo.total_steps:
         raise UsageError(
             f"{str(run.path)!r} is at step {loaded['step']:,}, the end of its training. "
@@ -168,6 +208,8 @@ def new_record(command: Command, env: Any) -> RunRecord:
         device=report.device_line(),
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         wandb_id=secrets.token_hex(4),
+        observation_size=getattr(env, "observation_size", None),
+        action_size=getattr(env, "action_size", None),
     )
 
 
@@ -231,12 +273,12 @@ def make_logger(
     return Logger(*sinks, video_directory=run.videos, fps=1 / getattr(env, "dt", 1 / 30))
 
 
-def evaluations(run: RunFolder, result: "TrainResult") -> list[dict[str, Any]]:
+def evaluations(run: RunFolder, more: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """All evaluations of the run, also those from before it was resumed, oldest first."""
     from nnx_ppo.loggers import read_records
 
-    found = [*read_records(run.path), *result.eval_history]
-    by_step = {record["step"]: record for record in found if report.RETURN in record}
+    found = read_records(run.path) if run.metrics_jsonl.is_file() else []
+    by_step = {record["step"]: record for record in [*found, *more] if report.RETURN in record}
     return [by_step[step] for step in sorted(by_step)]
 
 

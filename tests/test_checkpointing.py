@@ -1,5 +1,7 @@
 """Checkpoints: what is written is what was there, whole or not at all, and a resumed run is the same run."""
 
+import dataclasses
+import errno
 import json
 import pickle
 import shutil
@@ -15,7 +17,17 @@ from flax import nnx
 from probe_envs import Counter, ProbeState, Readout, assert_same_bits, recurrent_actor_critic
 
 from nnx_ppo.algorithms import checkpointing, ppo
-from nnx_ppo.algorithms.checkpointing import CheckpointError, latest_checkpoint, load_checkpoint, make_checkpoint_fn
+from nnx_ppo.algorithms.checkpointing import (
+    CheckpointError,
+    best_checkpoint,
+    checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    load_network,
+    make_checkpoint_fn,
+    read_metadata,
+    remove_leftovers,
+)
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.ppo import train_ppo
 from nnx_ppo.networks import functional
@@ -219,6 +231,134 @@ def test_keep_leaves_the_newest_checkpoints(small, tmp_path):
     for step in (5, 10, 15, 20):
         write(small, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000015", "step_0000000020"]
+
+
+def steps_in(directory):
+    return [int(path.name.removeprefix("step_")) for path in checkpoints(directory)]
+
+
+def test_the_best_checkpoint_stays_besides_the_newest(small, tmp_path):
+    returns = {5: 1.0, 10: 9.0, 15: 3.0, 25: 4.0}
+    write = make_checkpoint_fn(tmp_path, keep=2, score=returns.get)
+    for step in (5, 10, 15, 20, 25):
+        write(small, step)
+    assert steps_in(tmp_path) == [10, 20, 25]
+    assert best_checkpoint(tmp_path).name == "step_0000000010"
+    returns[30] = 9.0  # Of equals the newest.
+    write(small, 30)
+    assert steps_in(tmp_path) == [25, 30]
+    assert best_checkpoint(tmp_path).name == "step_0000000030"
+
+
+def test_without_scores_none_is_the_best(checkpoint):
+    assert best_checkpoint(checkpoint.parent) is None
+
+
+def test_an_asynchronous_checkpoint_appears_only_after_its_commit(small, tmp_path):
+    told = []
+    write = make_checkpoint_fn(tmp_path, asynchronous=True, metadata=lambda: told.append(1) or {"told": len(told)})
+    for step in (1, 2):
+        write(small, step)
+        assert steps_in(tmp_path) == list(range(1, step))
+        write.commit()
+        write.wait()
+        assert steps_in(tmp_path) == list(range(1, step + 1))
+    write(small, 3)  # The next call and wait commit what is under way.
+    write(small, 4)
+    assert steps_in(tmp_path) == [1, 2, 3]
+    write.wait()
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    assert read_metadata(tmp_path / "step_0000000004")["told"] == 4
+    assert_same_bits(load_small(tmp_path / "step_0000000002", small)["training_state"].params, small.params)
+
+
+def test_what_can_never_be_saved_fails_at_the_first_checkpoint(small, tmp_path):
+    write = make_checkpoint_fn(tmp_path, asynchronous=True, metadata={"not JSON": object()})
+    unsaveable = small.replace(rng_key=FullDisk())
+    with pytest.raises(OSError, match="No space left"):
+        write(unsaveable, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FullDisk:
+    """An array that cannot be written."""
+
+    shape, dtype, size = (1,), jnp.dtype("float32"), 1
+
+    def __array__(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_later_checkpoint_that_cannot_be_written_costs_a_warning_and_the_old_one_stands(small, tmp_path, caplog):
+    write = make_checkpoint_fn(tmp_path, asynchronous=True)
+    write(small, 1)
+    write(small.replace(rng_key=FullDisk()), 2)
+    write.commit()
+    write(small, 3)  # There is room again.
+    write.wait()
+    assert steps_in(tmp_path) == [1, 3]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_0000000001", "step_0000000003"]
+    (warning,) = [record.getMessage() for record in caplog.records if "checkpoint at step" in record.getMessage()]
+    assert "step 2 could not be written (OSError: [Errno 28] No space left" in warning
+    assert "Training goes on; step_0000000001 stands" in warning
+
+
+def test_training_lets_a_checkpoint_appear_after_the_record_of_its_step(tmp_path):
+    order = []
+
+    class Writer:
+        def __call__(self, state, step):
+            order.append(f"begin {step}")
+
+        def commit(self):
+            order.append("commit")
+
+        def wait(self):
+            order.append("wait")
+
+    config = dataclasses.replace(CONFIG, eval=dataclasses.replace(CONFIG.eval, every_steps=40))
+    train_ppo(
+        make_env(),
+        feedforward(),
+        config,
+        total_steps=40,
+        log_fn=lambda metrics, steps: order.append(f"log {steps}"),
+        checkpoint_fn=Writer(),
+    )
+    assert order == ["begin 0", "log 0", "commit", "begin 20", "log 20", "commit", "begin 40", "log 40", "commit", "wait"]
+
+
+def test_what_a_killed_writer_left_is_no_checkpoint_and_can_be_removed(checkpoint):
+    directory = checkpoint.parent
+    for name in (".unfinished_step_0000000009_1", ".removed_step_0000000003_1"):
+        shutil.copytree(checkpoint, directory / name)
+    assert latest_checkpoint(directory) == checkpoint
+    remove_leftovers(directory)
+    assert list(directory.iterdir()) == [checkpoint]
+
+
+def test_a_light_checkpoint_has_no_episodes_and_trains_on_with_fresh_ones(saved, tmp_path):
+    _, states, _ = saved
+    make_checkpoint_fn(tmp_path, CONFIG, env_states=False)(states[40], 40)
+    names = read_metadata(tmp_path / "step_0000000040")["leaves"]
+    assert not [name for name in names if name.startswith(("env_states", "network_states"))]
+    network = feedforward()
+    state = load(tmp_path / "step_0000000040", network)["training_state"]
+    assert_same_bits(state.params, states[40].params)
+    result = train_ppo(make_env(), network, CONFIG, total_steps=80, initial_state=state)
+    assert result.total_steps == 80
+    fresh = ppo.with_env_states(make_env(), state, CONFIG.ppo).env_states
+    first = ppo.initial_training_state(make_env(), feedforward(), CONFIG).env_states
+    assert not jnp.any(fresh.obs == first.obs)  # Not the initial states of the run's start once more.
+
+
+def test_only_the_network_can_be_loaded(saved):
+    directory, states, _ = saved
+    network = feedforward(seed=9)
+    load_network(directory / "step_0000000040", network)
+    assert_same_bits(functional.split(network)[1], states[40].params)
+    with pytest.raises(CheckpointError, match="build both alike"):
+        load_network(directory / "step_0000000040", feedforward(hidden=6))
 
 
 @pytest.mark.parametrize("keep", [0, -1])

@@ -3,16 +3,19 @@
 A checkpoint is a directory `step_0000512000` with
 
 - `arrays/`: every array of the state under the name of its place, written by Orbax;
-- `metadata.json`: format, step, configuration, and shape and dtype of every array.
+- `metadata.json`: format, step, configuration, score, and shape and dtype of every array.
 
 It is written under a temporary name and renamed when complete. Nothing is ever unpickled: structure comes from the
 network, the optimizer and the environment that are there when it is loaded, and only arrays come from the file.
 """
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,15 @@ from nnx_ppo.networks.types import StatefulModule
 
 FORMAT = 1
 
+log = logging.getLogger(__name__)
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read, or does not fit what it is loaded into."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """Something of a checkpoint is missing or unreadable; an older one of the run may be whole."""
 
 
 @jax.tree_util.register_dataclass
@@ -52,59 +61,163 @@ def make_checkpoint_fn(
     config: TrainConfig | None = None,
     *,
     keep: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> Callable[[TrainingState, int], None]:
+    score: Callable[[int], float | None] | None = None,
+    metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    env_states: bool = True,
+    asynchronous: bool = False,
+) -> "CheckpointWriter":
     """A `checkpoint_fn` for `train_ppo` that writes `directory/step_{step:010d}`.
 
     Args:
       directory: made if it does not exist.
       config: kept with each checkpoint and returned by `load_checkpoint`.
       keep: how many of the newest checkpoints stay; None keeps all.
-      metadata: more plain data to keep, such as the name of the task.
+      score: how good the run was at a step, if that is known (a return); the best checkpoint stays too.
+      metadata: more plain data to keep, such as the name of the task, or a function that returns it.
+      env_states: whether to keep the environments' states and the network's carry. Without, a checkpoint is small, and
+        training goes on from it with fresh episodes: well, but not bit for bit.
+      asynchronous: write on a thread while training goes on. A checkpoint that cannot be written (a full disk) then
+        costs a warning, not the run; only the first one raises, so that what can never be saved is known at once.
 
     Raises:
       ValueError: `keep` is less than 1.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"make_checkpoint_fn got keep={keep}; keep at least 1 checkpoint, or None for all.")
-    directory = Path(directory).absolute()
-    plain_config = None if config is None else to_plain(config)
+    return CheckpointWriter(Path(directory).absolute(), config, keep, score, metadata, env_states, asynchronous)
 
-    def checkpoint_fn(training_state: TrainingState, step: int) -> None:
-        save_checkpoint(directory, training_state, step, {"config": plain_config, **(metadata or {})})
-        if keep is not None:
-            for old in checkpoints(directory)[:-keep]:
+
+class CheckpointWriter:
+    """Writes checkpoints, if need be on a thread; made by `make_checkpoint_fn`, which explains the arguments.
+
+    Calling it begins a checkpoint. An asynchronous one appears under its name after `commit`, which `train_ppo` calls
+    once the metrics of that step are with `log_fn`: so whoever resumes from it finds no gap in the metrics. `wait`
+    commits, and returns when everything is on disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: TrainConfig | None,
+        keep: int | None,
+        score: Callable[[int], float | None] | None,
+        metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+        env_states: bool,
+        asynchronous: bool,
+    ):
+        self.directory = directory
+        self._config = None if config is None else to_plain(config)
+        self._keep, self._score, self._metadata, self._env_states = keep, score, metadata, env_states
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._begun: tuple[int, Future[Callable[[], None]]] | None = None
+        self._committed: tuple[int, Future[None]] | None = None
+        self._rehearsed = False
+
+    def __call__(self, training_state: TrainingState, step: int) -> None:
+        """Begin a checkpoint; `training_state` must stay valid until it is written."""
+        self.wait()
+        if self._thread is None:
+            self._write(training_state, step)()
+            return
+        writing = self._thread.submit(self._write, training_state, step)
+        if not self._rehearsed:
+            writing.result()
+            self._rehearsed = True
+        self._begun = (step, writing)
+
+    def commit(self) -> None:
+        """Let the checkpoint that was begun appear under its name as soon as it is written; does not wait."""
+        if self._begun is None or self._thread is None:
+            return
+        (step, writing), self._begun = self._begun, None
+        self._committed = (step, self._thread.submit(lambda: writing.result()()))
+
+    def wait(self) -> None:
+        """Commit, and wait until it is on disk; a failure is a warning."""
+        self.commit()
+        if self._committed is None:
+            return
+        (step, committed), self._committed = self._committed, None
+        try:
+            committed.result()
+        except Exception as error:
+            latest = latest_checkpoint(self.directory)
+            log.warning(
+                "The checkpoint at step %s could not be written (%s: %s). Training goes on; %s.",
+                f"{step:,}",
+                type(error).__name__,
+                error,
+                f"{latest.name} stands" if latest else "there is none yet",
+            )
+
+    def _write(self, state: TrainingState, step: int) -> Callable[[], None]:
+        """Write the arrays under a temporary name; returns what gives them their own."""
+        leaves = flatten_state(state)
+        if not self._env_states:
+            leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(_OF_EPISODES)}
+        unfinished = write_arrays(self.directory, leaves, step)
+
+        def finish() -> None:
+            more = self._metadata() if callable(self._metadata) else self._metadata or {}
+            found = self._score(step) if self._score else None
+            scored = {} if found is None else {"score": float(found)}
+            n_envs = int(state.env_states.done.shape[0])
+            about = {"config": self._config, "n_envs": n_envs, **scored, **more}
+            finish_checkpoint(self.directory, unfinished, leaves, step, about)
+            self._remove_old()
+
+        return finish
+
+    def _remove_old(self) -> None:
+        if self._keep is None:
+            return
+        best = best_checkpoint(self.directory)
+        for old in checkpoints(self.directory)[: -self._keep]:
+            if old != best:
                 _remove(old)
 
-    return checkpoint_fn
 
-
-def save_checkpoint(directory: Path, state: TrainingState, step: int, metadata: Mapping[str, Any]) -> Path:
-    """Write one checkpoint and return its path; an existing one of the same step is replaced."""
+def write_arrays(directory: Path, leaves: Mapping[str, jax.Array], step: int) -> Path:
+    """Write arrays into a folder that cannot be taken for a checkpoint, and return it."""
     import orbax.checkpoint as ocp
 
-    final = directory / f"step_{step:010d}"
-    # Not to be taken for a checkpoint: `checkpoints` looks for names that start with "step_".
-    unfinished = directory / f".unfinished_{final.name}_{os.getpid()}"
+    # `checkpoints` looks for names that start with "step_".
+    unfinished = directory / f".unfinished_step_{step:010d}_{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    leaves = flatten_state(state)
-    # Orbax refuses empty arrays; their shape in the metadata says all about them.
-    full = {name: leaf for name, leaf in leaves.items() if leaf.size}
-    arrays = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in full.items()}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(unfinished / "arrays", jax.tree.map(np.asarray, arrays))
+    try:
+        unfinished.mkdir(parents=True)
+        # Orbax refuses empty arrays; their shape in the metadata says all about them.
+        full = {name: leaf for name, leaf in leaves.items() if leaf.size}
+        arrays = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in full.items()}
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(unfinished / "arrays", jax.tree.map(np.asarray, arrays))
+    except BaseException:
+        # What a full disk needs most is room.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return unfinished
+
+
+def finish_checkpoint(
+    directory: Path, unfinished: Path, leaves: Mapping[str, jax.Array], step: int, metadata: Mapping[str, Any]
+) -> Path:
+    """Add the metadata and give a checkpoint its name; an existing one of the same step is replaced."""
+    final = directory / f"step_{step:010d}"
     described = {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
         | ({"key": str(jax.random.key_impl(leaf))} if is_key(leaf) else {})
         for name, leaf in leaves.items()
     }
-    (unfinished / "metadata.json").write_text(
-        json.dumps({"format": FORMAT, "step": step, **metadata, "leaves": described}, indent=1)
-    )
-    if final.exists():
-        _remove(final)
-    unfinished.rename(final)
+    try:
+        (unfinished / "metadata.json").write_text(
+            json.dumps({"format": FORMAT, "step": step, **metadata, "leaves": described}, indent=1)
+        )
+        if final.exists():
+            _remove(final)
+        unfinished.rename(final)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return final
 
 
@@ -113,6 +226,13 @@ def _remove(checkpoint: Path) -> None:
     doomed = checkpoint.with_name(f".removed_{checkpoint.name}_{os.getpid()}")
     checkpoint.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def remove_leftovers(directory: str | os.PathLike) -> None:
+    """Delete what a process that was killed while writing or deleting has left."""
+    for pattern in (".unfinished_step_*", ".removed_step_*"):
+        for path in Path(directory).glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoints(directory: str | os.PathLike) -> list[Path]:
@@ -130,6 +250,16 @@ def latest_checkpoint(directory: str | os.PathLike) -> Path | None:
     return found[-1] if found else None
 
 
+def best_checkpoint(directory: str | os.PathLike) -> Path | None:
+    """The complete checkpoint with the highest score, the newest of equals, or None if none has a score."""
+    scored = []
+    for path in checkpoints(directory):
+        with contextlib.suppress(CheckpointError):
+            if (score := read_metadata(path).get("score")) is not None:
+                scored.append((score, len(scored), path))
+    return max(scored)[-1] if scored else None
+
+
 def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer: Any) -> dict[str, Any]:
     """Read a checkpoint back.
 
@@ -145,28 +275,21 @@ def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer
     Raises:
       CheckpointError: it is not a checkpoint, is damaged, or belongs to another architecture (which parameter).
     """
-    import orbax.checkpoint as ocp
-
-    path = Path(path).absolute()
-    metadata = read_metadata(path)
-    try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            arrays = checkpointer.restore(path / "arrays")
-        leaves = {name: _leaf(arrays, name, about) for name, about in metadata["leaves"].items()}
-    except Exception as error:
-        raise CheckpointError(
-            f"the arrays of the checkpoint {path} cannot be read: {type(error).__name__}: {error}. Use an older "
-            "checkpoint of the run."
-        ) from error
+    metadata, leaves = _read(path)
     graphdef, params, variables = functional.split(networks)
     graphdef = functional.training_graphdef(graphdef, params, variables)
-    batch = next(leaf.shape[0] for name, leaf in leaves.items() if name.startswith("env_states"))
+    env_leaves = {name: leaf for name, leaf in leaves.items() if name.startswith("env_states")}
+    batch: int = next((leaf.shape[0] for leaf in env_leaves.values()), metadata.get("n_envs", 1))
+    if env_leaves:
+        carry = place(leaves, "network_states", jax.eval_shape(lambda: networks.initialize_state(batch)))
+    else:
+        carry = networks.initialize_state(batch)
     state = TrainingState(
         params=place(leaves, "params", params),
         variables=place(leaves, "variables", variables),
         optimizer=place(leaves, "optimizer", optimizer),
-        network_states=place(leaves, "network_states", jax.eval_shape(lambda: networks.initialize_state(batch))),
-        env_states=SavedLeaves({n: leaf for n, leaf in leaves.items() if n.startswith("env_states")}),
+        network_states=carry,
+        env_states=SavedLeaves(env_leaves),
         **{name: leaves[name] for name in SCALARS},
         graphdef=graphdef,
     )
@@ -180,6 +303,44 @@ def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer
     }
 
 
+def load_network(path: str | os.PathLike, networks: StatefulModule) -> None:
+    """Overwrite the parameters and statistics of `networks` by those of a checkpoint; nothing else of it is used.
+
+    Raises:
+      CheckpointError: as for `load_checkpoint`.
+    """
+    _, leaves = _read(path)
+    _, params, variables = functional.split(networks)
+    nnx.update(networks, place(leaves, "params", params), place(leaves, "variables", variables))
+
+
+def read_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by name, keys as their data; needs neither network nor environment.
+
+    Raises:
+      CheckpointError: it is not a checkpoint, or is damaged.
+    """
+    leaves = _read(path)[1]
+    return {name: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for name, leaf in leaves.items()}
+
+
+def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Metadata, and every array by name."""
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    metadata = read_metadata(path)
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            arrays = checkpointer.restore(path / "arrays")
+        return metadata, {name: _leaf(arrays, name, about) for name, about in metadata["leaves"].items()}
+    except Exception as error:
+        raise CheckpointDamaged(
+            f"the arrays of the checkpoint {path} cannot be read: {type(error).__name__}: {error}. Use an older "
+            "checkpoint of the run."
+        ) from error
+
+
 def _leaf(arrays: Mapping[str, Any], name: str, about: Mapping[str, Any]) -> jax.Array:
     if 0 in about["shape"]:
         return jnp.zeros(about["shape"], about["dtype"])
@@ -190,6 +351,7 @@ def _leaf(arrays: Mapping[str, Any], name: str, about: Mapping[str, Any]) -> jax
 
 SCALARS = ("rng_key", "iteration", "steps", "skipped_updates", "nonfinite_source", "nonfinite_steps")
 """Parts of the state that are single arrays."""
+_OF_EPISODES = ("network_states", "env_states")
 PARTS = ("params", "variables", "optimizer", "network_states", "env_states", *SCALARS)
 
 
@@ -217,7 +379,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
             f"step_0000000000 with its number of steps.{hint}"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / 'metadata.json'} is damaged: {error}. Use an older checkpoint.") from error
+        raise CheckpointDamaged(f"{path / 'metadata.json'} is damaged: {error}. Use an older checkpoint.") from error
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {metadata.get('format') if isinstance(metadata, dict) else None!r}; this version reads "
@@ -226,7 +388,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     missing = [name for name in ("step", "leaves") if name not in metadata]
     missing += [name for name in SCALARS if name not in metadata.get("leaves", SCALARS)]
     if missing:
-        raise CheckpointError(
+        raise CheckpointDamaged(
             f"{path / 'metadata.json'} is damaged: it lacks {', '.join(missing)}. Use an older checkpoint."
         )
     return metadata

@@ -100,6 +100,8 @@ def run_training(
         # An iteration that failed on the device has consumed its state: what the caller has is all there is then.
         if not any(leaf.is_deleted() for leaf in jax.tree.leaves((loop.state.params, loop.state.variables))):
             nnx.update(networks, loop.state.params, loop.state.variables)
+        if hasattr(checkpoint_fn, "wait"):
+            checkpoint_fn.wait()  # type: ignore[union-attr]
         loop.video_worker.close()
 
 
@@ -165,6 +167,12 @@ class TrainingLoop:
         if any(action.name in ("evaluation", "video") and action.every_steps > 0 for action in self.actions):
             self.pending = Pending(self.steps, None, parts)
             self.flush()
+        self._commit_checkpoint()
+
+    def _commit_checkpoint(self) -> None:
+        """A run that is killed and resumed does not repeat what came before: its records are out, it may be used."""
+        if hasattr(self.checkpoint_fn, "commit"):
+            self.checkpoint_fn.commit()  # type: ignore[union-attr]
 
     def _iterate(self) -> None:
         compile_time = self._compile_time() if self.timed else {}
@@ -185,8 +193,8 @@ class TrainingLoop:
                 self.pending.parts += action(self.state, self.steps)
                 saved |= action.name == "checkpoint"
         if saved:
-            # A run that is killed and resumed here does not repeat this iteration, so its record must be out.
             self.flush()
+            self._commit_checkpoint()
 
     def _compile_time(self) -> dict[str, float]:
         """Seconds until every program was there; told once."""
@@ -202,6 +210,7 @@ class TrainingLoop:
         for action in reversed(self.actions):
             if action.at_end and action.every_steps > 0 and action.last_steps != self.steps:
                 metrics = merged(jax.device_get(action(self.state, self.steps)))
+                self._commit_checkpoint()
                 self.final_metrics |= metrics
                 if action.name == "evaluation":
                     self.eval_history.append({"step": self.steps, **metrics})

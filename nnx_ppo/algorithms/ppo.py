@@ -458,20 +458,25 @@ def new_training_state(
     return initial_training_state(env, networks, TrainConfig(ppo=ppo, seed=seed))
 
 
-def first_env_states(env: RLEnv, key: jax.Array, n_envs: int) -> Any:
+def first_env_states(env: RLEnv, key: jax.Array, n_envs: int, iteration: int | jax.Array = 0) -> Any:
     """The very first states, with their time limits spread if the environment knows how (`randomize_phase`)."""
-    states = rollout.reset(env, stream_key(key, Stream.INITIAL_RESET), n_envs)
+    states = rollout.reset(env, stream_key(key, Stream.INITIAL_RESET, iteration), n_envs)
     if hasattr(env, "randomize_phase"):
-        keys = keys_of_rows(stream_key(key, Stream.EPISODE_PHASE), 0, n_envs)
+        keys = keys_of_rows(stream_key(key, Stream.EPISODE_PHASE, iteration), 0, n_envs)
         states = jax.vmap(env.randomize_phase)(states, keys)  # type: ignore[attr-defined]
     return states
 
 
 def with_env_states(env: RLEnv, state: TrainingState, config: PPOConfig) -> TrainingState:
-    """A loaded state, its environment states in the structure that `env` has."""
+    """A loaded state, its environment states in the structure that `env` has; fresh ones if none were saved."""
     if isinstance(state.env_states, SavedLeaves):
-        template = jax.eval_shape(lambda key: first_env_states(env, key, config.n_envs), state.rng_key)
-        state = state.replace(env_states=place(state.env_states.leaves, "env_states", template))
+        first = jax.jit(functools.partial(first_env_states, env, n_envs=config.n_envs))
+        if state.env_states.leaves:
+            template = jax.eval_shape(first, state.rng_key)
+            env_states = place(state.env_states.leaves, "env_states", template)
+        else:
+            env_states = first(state.rng_key, iteration=state.iteration)
+        state = state.replace(env_states=env_states)
     n_envs = state.env_states.done.shape[0]
     if n_envs != config.n_envs:
         raise ValueError(

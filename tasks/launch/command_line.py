@@ -45,6 +45,8 @@ class Options:
     """Run folder, which must not exist yet. None: runs/<task>/<time>-<seed>."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Continue this run folder from its last checkpoint, with its task, seed, physics and configuration."""
+    keep_checkpoints: int | None = 3
+    """How many of the newest checkpoints stay, besides the one of the best evaluation return. None: all."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=TrainConfig)
 
 
@@ -198,7 +200,13 @@ def _tyro(argv: list[str], defaults: Options, description: str) -> Options:
     # An optional field is switched off by `none` in whatever case.
     words = ["None" if word.lower() == "none" else word for word in argv]
     with _RULES:
-        return tyro.cli(Options, prog=_PROGRAM, description=description, args=words, default=defaults)
+        options = tyro.cli(Options, prog=_PROGRAM, description=description, args=words, default=defaults)
+    if options.keep_checkpoints is not None and options.keep_checkpoints < 1:
+        raise UsageError(
+            f"--keep-checkpoints {options.keep_checkpoints}: keep at least 1, or None for all. To write none at all, "
+            "use --checkpoint-every-steps 0."
+        )
+    return options
 
 
 def command_to_copy(script: str, *words: str) -> str:

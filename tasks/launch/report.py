@@ -71,8 +71,16 @@ class RunSummary:
 
     synchronous = True
 
-    def __init__(self, console: Console, started: float, first_step: int = 0):
-        """`started` is the `time.monotonic()` at the start of the program."""
+    def __init__(
+        self,
+        console: Console,
+        started: float,
+        first_step: int = 0,
+        evaluations: Sequence[Mapping[str, Any]] = (),
+    ):
+        """`started` is the `time.monotonic()` at the start of the program, `evaluations` those of a resumed run."""
+        self.returns: dict[int, float] = {record["step"]: record[RETURN] for record in evaluations}
+        """Mean evaluation return by step."""
         self.phase_seconds: dict[str, float] = defaultdict(float)
         """The `time/...` metrics, added up."""
         self.first_iteration_seconds: float | None = None
@@ -98,6 +106,8 @@ class RunSummary:
         for name, value in metrics.items():
             if name.startswith("time/"):
                 self.phase_seconds[name.removeprefix("time/").removesuffix("_s")] += float(value)
+        if RETURN in metrics:
+            self.returns[steps] = float(metrics[RETURN])
         if steps > self._first_step:
             if self.first_iteration_seconds is None:
                 self.first_iteration_seconds = time.monotonic() - self._started

@@ -1,6 +1,7 @@
 """The run folder, the source of truth about a run: what lies where, and `config.json`. Imports no JAX.
 
 runs/<task>/<time>-<seed>/
+  lock             held while a process writes to the run
   config.json      everything needed to build the environment, the network and the configuration again
   git_diff.patch   uncommitted changes of the code, if there were any
   task_file.py     a copy of the task, if it came from a file of yours
@@ -11,6 +12,7 @@ runs/<task>/<time>-<seed>/
   plots/           learning_curve.png
 """
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -19,7 +21,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,10 @@ class RunRecord:
     """Local time, ISO 8601."""
     wandb_id: str | None = None
     """The Weights & Biases run that it is logged to."""
+    observation_size: Any = None
+    """As the environment has it, an integer or a tree of shapes: what it takes to build the network again."""
+    action_size: Any = None
+    """As the environment has it."""
     format: int = _FORMAT
     """Version of this file's layout."""
 
@@ -126,17 +132,53 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """The folder of an earlier run.
+        """The folder of an earlier run, to go on with.
 
         Raises:
           RunFolderError: there is none, or the disk is read-only or nearly full.
+        """
+        run = cls.read(path)
+        check_disk(run.path)
+        return run
+
+    @classmethod
+    def read(cls, path: Path) -> "RunFolder":
+        """The folder of an earlier run, to look at.
+
+        Raises:
+          RunFolderError: there is none.
         """
         path = path.expanduser()
         if not _is_run(path):
             what = "has no config.json" if path.is_dir() else "does not exist"
             raise RunFolderError(f"{str(path)!r} {what}, so it is no run folder. {_runs_nearby(path)}")
-        check_disk(path)
         return cls(path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While entered, no other process can write to this run. The system unlocks it when a process dies.
+
+        Raises:
+          RunFolderError: another process is writing to it.
+        """
+        try:
+            import fcntl
+        except ImportError:  # Windows has no such lock; the folder's creation still excludes a second new run.
+            yield
+            return
+        with open(self.path / "lock", "a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise RunFolderError(
+                    f"process {file.read().strip() or 'unknown'} is writing to the run folder {str(self.path)!r}. "
+                    "Wait until it has ended, or stop it."
+                ) from None
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
 
     def create(self, record: RunRecord, git_diff: str = "") -> None:
         """Make the folder with its record.
@@ -177,6 +219,8 @@ class RunFolder:
             plain["task_file"] = Path(plain["task_file"]) if plain["task_file"] else None
             plain["command"] = tuple(plain["command"])
             plain["config"] = from_plain(TrainConfig, plain["config"])
+            plain["observation_size"] = _shapes(plain.get("observation_size"))
+            plain["action_size"] = _shapes(plain.get("action_size"))
             return RunRecord(**plain)
         except RunFolderError:
             raise
@@ -238,6 +282,15 @@ def check_disk(path: Path) -> None:
             f"the disk of {str(folder)!r} has {free / 2**20:.0f} MB left, and a run needs "
             f"{FREE_BYTES_NEEDED / 2**20:.0f} MB. Make room, or give another place with --out."
         )
+
+
+def _shapes(plain: Any) -> Any:
+    """A tree of shapes, which JSON has turned into lists."""
+    if isinstance(plain, dict):
+        return {name: _shapes(entry) for name, entry in plain.items()}
+    if isinstance(plain, list):
+        return tuple(_shapes(entry) for entry in plain)
+    return plain
 
 
 def _step_of(line: bytes) -> float:

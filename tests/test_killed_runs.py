@@ -1,0 +1,191 @@
+"""A run that is killed again and again ends as one that was left alone: same parameters, same records, each once."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnx_ppo.algorithms.checkpointing import CheckpointError, checkpoints, load_network, read_arrays
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+
+TASK = '''
+import jax, jax.numpy as jnp, numpy as np
+from probe_envs import ProbeState, recurrent_actor_critic
+from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig, VideoConfig
+from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
+from tasks import Task
+
+
+class Noisy:
+    observation_size, action_size = 2, 1
+
+    def reset(self, rng):
+        return ProbeState(jax.random.normal(rng, (2,)), jnp.zeros(()), jnp.zeros(()), {"rng": rng})
+
+    def step(self, state, action):
+        key, draw = jax.random.split(state.info["rng"])
+        obs = 0.9 * state.obs + 0.3 * jax.random.normal(draw, (2,)) + action
+        return state.replace(obs=obs, reward=-jnp.sum(obs**2), info={**state.info, "rng": key})
+
+    def render(self, trajectory, **kwargs):
+        return [np.zeros((32, 32, 3), np.uint8) for _ in trajectory]
+
+
+def make_env(physics):
+    return EpisodeWrapper(Noisy(), 7)
+
+
+TASK = Task(
+    "noisy", "Stay at zero", make_env, lambda env, rngs: recurrent_actor_critic(2, 1, rngs),
+    TrainConfig(
+        PPOConfig(n_envs=8, rollout_length=5, n_minibatches=2, n_epochs=1, total_steps=ITERATIONS * 40),
+        EvalConfig(every_steps=120, n_envs=2, max_episode_length=7),
+        VideoConfig(enabled=True, every_steps=200, episode_length=7),
+        checkpoint_every_steps=80,
+    ),
+)
+'''
+MEASURED = ("time", "time/", "throughput/")
+"""Entries of a record that no two runs share."""
+
+
+class Runs:
+    """Starts, kills and resumes runs in one folder."""
+
+    def __init__(self, folder: Path, iterations: int):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / "noisy_task.py").write_text(TASK.replace("ITERATIONS", str(iterations)))
+
+    def start(self, *words: str) -> subprocess.Popen:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "NNX_PPO_CACHE_DIR": str(self.folder.parent / "cache"),
+        }
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), *words, "--wandb", "disabled"],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def new(self, name: str) -> subprocess.Popen:
+        return self.start("--task", "noisy_task.py", "--seed", "3", "--out", name)
+
+    def records(self, name: str) -> list[dict]:
+        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
+        return [
+            {key: value for key, value in json.loads(line).items() if not key.startswith(MEASURED)} for line in lines
+        ]
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        return read_arrays(checkpoints(self.folder / name / "checkpoints")[-1])
+
+
+def kill_after(process: subprocess.Popen, run: Path, seconds: float) -> bool:
+    """SIGKILL some time after the run has its folder; whether it was still alive."""
+    while process.poll() is None and not (run / "config.json").is_file():
+        time.sleep(0.01)
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    alive = process.poll() is None
+    kill(process)
+    return alive
+
+
+def kill(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()
+
+
+def kill_until_done(runs: Runs, kills: int, rng: random.Random) -> int:
+    """Returns how many kills met a living process."""
+    met, run = 0, runs.folder / "killed"
+    process = runs.new("killed")
+    for _ in range(kills):
+        met += kill_after(process, run, rng.uniform(0.0, 7.0))
+        for path in checkpoints(run / "checkpoints"):
+            # Whatever has the name of a checkpoint can be read.
+            read_arrays(path)
+        if process.returncode == 0:
+            break
+        if checkpoints(run / "checkpoints"):
+            process = runs.start("--resume", "killed")
+        else:
+            run.rename(runs.folder / f"stillborn_{met}")
+            process = runs.new("killed")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return met
+
+
+def check_killed_run(folder: Path, iterations: int, kills: int, seed: int) -> None:
+    runs = Runs(folder, iterations)
+    said, _ = (undisturbed := runs.new("undisturbed")).communicate(timeout=300)
+    assert undisturbed.returncode == 0, said
+    assert kill_until_done(runs, kills, random.Random(seed)) >= min(2, kills)
+    expected, found = runs.arrays("undisturbed"), runs.arrays("killed")
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert [record["step"] for record in runs.records("killed")] == [40 * i for i in range(iterations + 1)]
+    assert runs.records("killed") == runs.records("undisturbed")
+    assert not list((folder / "killed" / "checkpoints").glob(".*"))
+
+
+def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path):
+    check_killed_run(tmp_path / "runs", iterations=120, kills=3, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_run_killed_many_times_ends_as_an_undisturbed_one(tmp_path, seed):
+    check_killed_run(tmp_path / "runs", iterations=400, kills=15, seed=seed)
+
+
+def test_a_run_folder_that_is_in_use_is_refused_and_is_free_once_its_process_was_killed(tmp_path):
+    runs = Runs(tmp_path / "runs", 1_000_000)
+    first = runs.new("run")
+    try:
+        while first.poll() is None and not checkpoints(runs.folder / "run" / "checkpoints"):
+            time.sleep(0.05)
+        second = runs.start("--resume", "run")
+        said, _ = second.communicate(timeout=120)
+        assert second.returncode == 2, said
+        assert f"process {first.pid} is writing to the run folder 'run'" in said
+    finally:
+        kill(first)
+    third = runs.start("--resume", "run")
+    while third.poll() is None and (runs.folder / "run" / "lock").read_text() != f"{third.pid}\n":
+        time.sleep(0.05)
+    assert third.poll() is None, third.communicate()
+    kill(third)
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_passed_over_for_an_older_one(tmp_path):
+    runs = Runs(tmp_path / "runs", 8)
+    said, _ = (process := runs.new("run")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    expected, newest = runs.arrays("run"), checkpoints(runs.folder / "run" / "checkpoints")[-1]
+    for file in (newest / "arrays").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError):
+        load_network(newest, None)  # type: ignore[arg-type]
+    said, _ = (process := runs.start("--resume", "run")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "An older one is tried" in said
+    for name, array in runs.arrays("run").items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    assert [record["step"] for record in runs.records("run")] == [40 * i for i in range(9)]
