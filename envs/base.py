@@ -222,6 +222,20 @@ class MjxEnv:
             self._mjx_model = put_model(self._mj_model, "warp" if self.impl == "warp" else "jax")
         return self._mjx_model
 
+    # Repeating what happened.
+
+    def replay_record(self, state: State) -> jax.Array:
+        """The physics of ``state`` as one vector, to keep the last steps before something went wrong."""
+        return state.data.state
+
+    def replay_fields(self, records: np.ndarray) -> dict[str, np.ndarray]:
+        """Records (time, ...) as MuJoCo's state fields by name, each (time, ...): what ``MjData`` takes."""
+        return {
+            name: records[:, slot.start : slot.start + slot.size].reshape(-1, *slot.shape)
+            for name, slot in self.physics.layout.state
+            if slot.size
+        }
+
     # Pictures.
 
     def render_state(self, state: State) -> State:

@@ -24,6 +24,7 @@ from tasks.launch.code_state import describe_code, git_diff
 from tasks.launch.command_line import Command, UsageError, changed_fields, command_to_copy, list_of_tasks, parse
 from tasks.launch.compilation_cache import use_compilation_cache
 from tasks.launch.interrupt import StopOnSignal
+from tasks.launch.nonfinite import NonFiniteEpisodes
 from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def train_in(
     with stop, make_logger(command, run, record, env, summary, wandb_mode) as logger, summary:
         try:
             checkpoint_fn = make_checkpoints(command, run, record, summary)
-            result = run_training(command, env, networks, initial_state, logger, checkpoint_fn, stop)
+            nonfinite_fn = NonFiniteEpisodes(run.nonfinite, env, command_to_copy(script_beside("replay.py")))
+            result = run_training(command, env, networks, initial_state, logger, checkpoint_fn, nonfinite_fn, stop)
         except FloatingPointError as error:  # Its message says what became non-finite, and when.
             summary.__exit__()
             console.print(Text.assemble(("training failed: ", "bold red"), str(error)), soft_wrap=True)
@@ -128,6 +130,7 @@ def run_training(
     initial_state: "TrainingState | None",
     logger: "Logger",
     checkpoint_fn: "CheckpointWriter",
+    nonfinite_fn: NonFiniteEpisodes,
     stop: StopOnSignal,
 ) -> "TrainResult":
     from nnx_ppo.algorithms.ppo import train_ppo
@@ -141,6 +144,7 @@ def run_training(
         checkpoint_fn=checkpoint_fn,
         initial_state=initial_state,
         stop_fn=stop,
+        nonfinite_fn=nonfinite_fn,
     )
 
 
@@ -308,13 +312,18 @@ def files(command: Command, run: RunFolder, interrupted: bool) -> dict[str, str]
     if run.learning_curve.is_file():
         rows["curve"] = report.relative(run.learning_curve)
     script = Path(sys.argv[0])
-    if (plot := script.with_name("plot.py")).is_file():
-        rows["plot with"] = command_to_copy(str(plot), report.relative(run.path))
+    if Path(script_beside("plot.py")).is_file():
+        rows["plot with"] = command_to_copy(script_beside("plot.py"), report.relative(run.path))
     more = () if interrupted else ("--ppo.total-steps", str(2 * command.config.ppo.total_steps))
     rows["resume with" if interrupted else "train on with"] = command_to_copy(
         str(script), "--resume", report.relative(run.path), *more
     )
     return rows
+
+
+def script_beside(name: str) -> str:
+    """Path of another script of this folder."""
+    return str(Path(sys.argv[0]).with_name(name))
 
 
 def show_warnings(console: Console) -> None:

@@ -325,7 +325,18 @@ def test_training_lets_a_checkpoint_appear_after_the_record_of_its_step(tmp_path
         log_fn=lambda metrics, steps: order.append(f"log {steps}"),
         checkpoint_fn=Writer(),
     )
-    assert order == ["begin 0", "log 0", "commit", "begin 20", "log 20", "commit", "begin 40", "log 40", "commit", "wait"]
+    assert order == [
+        "begin 0",
+        "log 0",
+        "commit",
+        "begin 20",
+        "log 20",
+        "commit",
+        "begin 40",
+        "log 40",
+        "commit",
+        "wait",
+    ]
 
 
 def test_what_a_killed_writer_left_is_no_checkpoint_and_can_be_removed(checkpoint):

@@ -15,7 +15,7 @@ from nnx_ppo.algorithms.checkpointing import CheckpointError, checkpoints, load_
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 
-TASK = '''
+TASK = """
 import jax, jax.numpy as jnp, numpy as np
 from probe_envs import ProbeState, recurrent_actor_critic
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig, VideoConfig
@@ -51,7 +51,7 @@ TASK = Task(
         checkpoint_every_steps=80,
     ),
 )
-'''
+"""
 MEASURED = ("time", "time/", "throughput/")
 """Entries of a record that no two runs share."""
 

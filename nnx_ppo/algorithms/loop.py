@@ -24,7 +24,7 @@ from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, TrainConfig
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.metrics import Packed, evaluation_metrics, pack, unpack
-from nnx_ppo.algorithms.types import LogFn, StopFn, TrainingState, TrainResult, VideoData
+from nnx_ppo.algorithms.types import LogFn, NonFiniteEpisode, StopFn, TrainingState, TrainResult, VideoData
 from nnx_ppo.algorithms.video_worker import VideoWorker, stack_frames
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.types import StatefulModule
@@ -82,13 +82,14 @@ def run_training(
     checkpoint_fn: Callable[[TrainingState, int], object] | None,
     stop_fn: StopFn | None,
     first_state: Callable[[], TrainingState] | None = None,
+    nonfinite_fn: Callable[[NonFiniteEpisode], object] | None = None,
 ) -> TrainResult:
     """Train to the end; whatever happens, `networks` holds the latest parameters afterwards.
 
     With `first_state` the state is what that returns, worked out while the programs are being compiled; `state` then
     only describes its shapes.
     """
-    loop = TrainingLoop(programs, config, state, log_fn, video_fn, checkpoint_fn, stop_fn, first_state)
+    loop = TrainingLoop(programs, config, state, log_fn, video_fn, checkpoint_fn, stop_fn, first_state, nonfinite_fn)
     try:
         return loop.run(resumed)
     except BaseException:
@@ -118,7 +119,9 @@ class TrainingLoop:
         checkpoint_fn: Callable[[TrainingState, int], object] | None,
         stop_fn: StopFn | None,
         first_state: Callable[[], TrainingState] | None = None,
+        nonfinite_fn: Callable[[NonFiniteEpisode], object] | None = None,
     ):
+        self.nonfinite_fn = nonfinite_fn
         self.programs, self.config = programs, config
         self.log_fn, self.video_fn, self.checkpoint_fn, self.stop_fn = log_fn, video_fn, checkpoint_fn, stop_fn
         self.timed = LoggingLevel.THROUGHPUT in config.ppo.logging_level
@@ -247,6 +250,7 @@ class TrainingLoop:
                 RuntimeWarning,
                 stacklevel=2,
             )
+            self._tell_of_nonfinite(health.get("replay"), steps)
         skipped = int(health["skipped_updates"])
         if skipped >= self.programs.max_skipped_updates:
             raise NonFiniteError(
@@ -255,6 +259,21 @@ class TrainingLoop:
                 "The parameters are the last good ones. A lower learning_rate, gradient_clipping or reward_scaling "
                 "usually helps."
             )
+
+    def _tell_of_nonfinite(self, replay: dict[str, Any] | None, steps: int) -> None:
+        # A reset that was not finite counts too, but has no steps before it.
+        if self.nonfinite_fn is None or replay is None or not replay["found"]:
+            return
+        when = int(replay["when"])
+        begun = int(np.max(np.flatnonzero(replay["done"][:when]), initial=-1)) + 1
+        of_episode = lambda tree: jax.tree.map(lambda x: np.asarray(x)[begun : when + 1], tree)
+        episode = NonFiniteEpisode(
+            steps, int(replay["env"]), of_episode(replay["records"]), of_episode(replay["actions"])
+        )
+        try:
+            self.nonfinite_fn(episode)
+        except Exception as error:
+            warnings.warn(f"the non-finite episode was not kept: {type(error).__name__}: {error}", stacklevel=2)
 
     # --- actions ----------------------------------------------------------------------------------------------
 
@@ -391,7 +410,8 @@ def _train(
     step: Callable[[TrainingState], tuple[TrainingState, dict[str, Any]]], state: TrainingState
 ) -> tuple[TrainingState, Packed]:
     state, metrics = step(state)
-    health = {
+    replay = {"replay": metrics.pop("replay")} if "replay" in metrics else {}
+    health = replay | {
         "nonfinite_steps": state.nonfinite_steps,
         "skipped_updates": state.skipped_updates,
         "nonfinite_source": state.nonfinite_source,

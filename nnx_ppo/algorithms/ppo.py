@@ -36,6 +36,7 @@ from nnx_ppo.algorithms.returns import gae
 from nnx_ppo.algorithms.tree_paths import flatten
 from nnx_ppo.algorithms.types import (
     LogFn,
+    NonFiniteEpisode,
     Replaceable,
     RLEnv,
     StopFn,
@@ -62,6 +63,7 @@ def train_ppo(
     eval_env: RLEnv | None = None,
     initial_state: TrainingState | None = None,
     stop_fn: StopFn | None = None,
+    nonfinite_fn: Callable[[NonFiniteEpisode], object] | None = None,
 ) -> TrainResult:
     """Train `networks` in `env`; afterwards (also after an exception) `networks` holds what was learned.
 
@@ -80,6 +82,8 @@ def train_ppo(
       stop_fn: asked after each iteration, and after its log_fn, with the environment steps; True ends the run
         normally. If it has an attribute `reads_metrics` that is False it is asked before log_fn instead, and the
         device need not wait for the host between iterations.
+      nonfinite_fn: called after an iteration in which an environment went non-finite, with its last states and
+        actions, if the environment has `replay_record` (`MjxEnv` does). Keeps that record of every step of a rollout.
 
     Returns:
       The final state, the metrics of the last iteration and the history of evaluations.
@@ -99,9 +103,10 @@ def train_ppo(
         state, first_state = program.out_info, lambda: program.compile()(*inputs)
     else:
         state, first_state = with_env_states(env, initial_state, config.ppo), None
+    keep_replay = nonfinite_fn is not None and hasattr(env, "replay_record")
     return run_training(
         Programs(
-            train=functools.partial(ppo_step, env, config.ppo),
+            train=functools.partial(ppo_step, env, config.ppo, keep_replay=keep_replay),
             eval_env=eval_env if eval_env is not None else env,
             steps_per_iteration=config.ppo.n_envs * config.ppo.rollout_length,
             total_steps=config.ppo.total_steps,
@@ -117,6 +122,7 @@ def train_ppo(
         checkpoint_fn=checkpoint_fn,
         stop_fn=stop_fn,
         first_state=first_state,
+        nonfinite_fn=nonfinite_fn,
     )
 
 
@@ -128,10 +134,15 @@ def default_config() -> TrainConfig:
 # --- one iteration --------------------------------------------------------------------------------------------
 
 
-def ppo_step(env: RLEnv, config: PPOConfig, state: TrainingState) -> tuple[TrainingState, dict[str, Array]]:
-    """One iteration; pure. `env` and `config` are static, the metrics a flat dict of scalars."""
+def ppo_step(
+    env: RLEnv, config: PPOConfig, state: TrainingState, keep_replay: bool = False
+) -> tuple[TrainingState, dict[str, Any]]:
+    """One iteration; pure. `env`, `config` and `keep_replay` are static, the metrics a flat dict of scalars.
+
+    With `keep_replay` the metrics also have `replay`: the last steps of an environment that went non-finite.
+    """
     start = state
-    state, transitions = rollout.unroll(env, config, state)
+    state, transitions = rollout.unroll(env, config, state, keep_replay)
     advantages, targets = estimate_advantages(config, state, transitions)
     state, update_metrics = update(config, state, start.network_states, transitions, advantages, targets)
     state = update_statistics(state, transitions)
@@ -141,7 +152,10 @@ def ppo_step(env: RLEnv, config: PPOConfig, state: TrainingState) -> tuple[Train
         nonfinite_steps=state.nonfinite_steps + jnp.sum(transitions.nonfinite, dtype=jnp.uint32),
     )
     nonfinite = state.nonfinite_steps - start.nonfinite_steps
-    return state, iteration_metrics(config, transitions, advantages, targets, update_metrics, state.params, nonfinite)
+    metrics: dict[str, Any] = iteration_metrics(
+        config, transitions, advantages, targets, update_metrics, state.params, nonfinite
+    )
+    return state, metrics | ({"replay": rollout.first_nonfinite(transitions)} if keep_replay else {})
 
 
 def estimate_advantages(config: PPOConfig, state: TrainingState, transitions: Transition) -> tuple[Any, Any]:

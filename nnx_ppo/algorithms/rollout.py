@@ -226,8 +226,12 @@ def _flag(env_states: Any, name: str) -> Bool[Array, " batch"]:
 # --- training -------------------------------------------------------------------------------------------------
 
 
-def unroll(env: Any, config: PPOConfig, state: TrainingState) -> tuple[TrainingState, Transition]:
+def unroll(
+    env: Any, config: PPOConfig, state: TrainingState, keep_replay: bool = False
+) -> tuple[TrainingState, Transition]:
     """Step every environment `rollout_length` times with the current policy.
+
+    With `keep_replay` the transitions also have `env.replay_record(state)` of each step.
 
     Returns:
       The state with environments, carries and random streams moved on, and the transitions [time, batch, ...].
@@ -251,6 +255,7 @@ def unroll(env: Any, config: PPOConfig, state: TrainingState) -> tuple[TrainingS
             nonfinite=outcome.nonfinite,
             metrics=_step_metrics(config.logging_level, next_env_states, out.metrics, outcome.nonfinite),
             rollout_extras=out.rollout_extras,
+            replay=jax.vmap(env.replay_record)(env_states) if keep_replay else None,
         )
         network_states = reset_carry(state.graphdef, state.params, variables, out.next_state, outcome.done)
         next_env_states, pool = restart(env, pool, next_env_states, outcome.done)
@@ -267,6 +272,21 @@ def unroll(env: Any, config: PPOConfig, state: TrainingState) -> tuple[TrainingS
         nonfinite_steps=state.nonfinite_steps + pool.nonfinite,
     )
     return state, transitions
+
+
+def first_nonfinite(transitions: Transition) -> dict[str, Any]:
+    """The rollout of the environment that was not finite first (of the first one, if none was), and when it was."""
+    when = jnp.argmax(jnp.any(transitions.nonfinite, axis=1))
+    env = jnp.argmax(transitions.nonfinite[when])
+    of_env = lambda tree: jax.tree.map(lambda x: x[:, env], tree)
+    return {
+        "found": jnp.any(transitions.nonfinite),
+        "when": when,
+        "env": env,
+        "done": of_env(transitions.done),
+        "records": of_env(transitions.replay),
+        "actions": of_env(transitions.network_output.actions),
+    }
 
 
 def _final_values(

@@ -134,6 +134,8 @@ class Transition(Replaceable):
     """`env` and `net` metrics, as far as the logging level asks for them."""
     rollout_extras: Any = None
     """What modules emitted for replay in the loss (sampled actions, noise, the normalizer's inputs)."""
+    replay: Any = None
+    """`env.replay_record` of the state before the step, if asked for: what it takes to repeat the step elsewhere."""
 
 
 @dataclass
@@ -146,6 +148,20 @@ class VideoData:
     """Environment steps trained so far."""
     episode_reward: float
     episode_length: int
+
+
+@dataclass
+class NonFiniteEpisode:
+    """The last steps of an environment up to the one that was not finite, as far as they lie in the same rollout."""
+
+    step: int
+    """Environment steps trained after the iteration in which it happened."""
+    env: int
+    """Which of the environments."""
+    records: np.ndarray
+    """`env.replay_record` of the state before each step, [time, ...]; later than the last reset."""
+    actions: Any
+    """The action of each step, leaves [time, ...]; with the last one it became non-finite."""
 
 
 @dataclass

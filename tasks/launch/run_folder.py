@@ -9,6 +9,7 @@ runs/<task>/<time>-<seed>/
   tensorboard/     the same for TensorBoard
   videos/          step_0000000000.mp4, ...
   checkpoints/     step_0000000000/, ...
+  nonfinite/       the last steps of environments that went non-finite, if any did: scripts/replay.py repeats them
   plots/           learning_curve.png
 """
 
@@ -94,6 +95,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def nonfinite(self) -> Path:
+        """Folder of episodes in which an environment went non-finite."""
+        return self.path / "nonfinite"
 
     @property
     def learning_curve(self) -> Path:
