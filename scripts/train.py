@@ -21,7 +21,15 @@ from rich.text import Text
 import tasks
 from tasks.launch import report
 from tasks.launch.code_state import describe_code, git_diff
-from tasks.launch.command_line import Command, UsageError, changed_fields, command_to_copy, list_of_tasks, parse
+from tasks.launch.command_line import (
+    Command,
+    UsageError,
+    changed_fields,
+    command_to_copy,
+    kept_on_resume,
+    list_of_tasks,
+    parse,
+)
 from tasks.launch.compilation_cache import use_compilation_cache
 from tasks.launch.interrupt import StopOnSignal
 from tasks.launch.nonfinite import NonFiniteEpisodes
@@ -91,7 +99,7 @@ def train_in(
     with console.status("reading the checkpoint"):
         initial_state, first_step = restore(command, networks)
     wandb_mode = command.options.wandb or default_wandb_mode(command.options.smoke)
-    rows = header(command, run, env, networks, wandb_mode)
+    rows = header(command, run, record, env, networks, wandb_mode)
     report.show_header(console, task.name, task.summary, rows, describe(networks))
 
     stop = StopOnSignal()
@@ -188,6 +196,11 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
         raise UsageError(
             f"{str(run.path)!r} has no checkpoint that can be read, so there is nothing to go on from: start a new run."
         )
+    if loaded["config"] and (edited := kept_on_resume(changed_fields(loaded["config"], command.config))):
+        raise UsageError(
+            f"{run.config_json} is not what the checkpoint was trained with: {', '.join(edited)} differ. Bring it "
+            "back, or start a new run."
+        )
     if loaded["step"] >= command.config.ppo.total_steps:
         raise UsageError(
             f"{str(run.path)!r} is at step {loaded['step']:,}, the end of its training. "
@@ -222,9 +235,11 @@ def code_folder(command: Command) -> Path:
     return command.task_file.parent if command.task_file else Path(tasks.__file__).parent
 
 
-def header(command: Command, run: RunFolder, env: Any, networks: Any, wandb_mode: str) -> dict[str, str]:
+def header(
+    command: Command, run: RunFolder, record: RunRecord, env: Any, networks: Any, wandb_mode: str
+) -> dict[str, str]:
     """Name and value of each line that a run starts with."""
-    from nnx_ppo.loggers.provenance import versions
+    from nnx_ppo.loggers.provenance import git_state, versions
 
     config, found = command.config, versions()
     batch = config.ppo.n_envs * config.ppo.rollout_length
@@ -243,6 +258,11 @@ def header(command: Command, run: RunFolder, env: Any, networks: Any, wandb_mode
         "W&B": wandb_mode,
         "run folder": report.relative(run.path),
     }
+    if command.resumed:
+        now = {**found, "device": rows["device"], "commit": git_state(code_folder(command)).get("commit")}
+        then = {**record.versions, "device": record.device, "commit": record.git.get("commit")}
+        differ = {name: (then[name], now.get(name)) for name in then if then[name] != now.get(name)}
+        rows["since then"] = report.since_then_line(changed_fields(record.config, config), differ)
     if command.options.smoke:
         rows["changed"] = "all sizes, by --smoke: this only shows that everything works"
     return rows

@@ -1,6 +1,7 @@
 """What is wrong is refused at once with what was given, what is accepted, what to do: tables of (input, message)."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig, VideoC
 from nnx_ppo.algorithms.ppo import train_ppo
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from tasks.launch.command_line import UsageError, parse
-from tasks.launch.run_folder import RunFolder, RunFolderError
+from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
 
 # --- the command line -----------------------------------------------------------------------------------------
 
@@ -116,6 +117,30 @@ def test_a_damaged_or_newer_record_is_refused(content, message, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(RunFolderError, match=message):
         RunFolder.open(tmp_path).read_record()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda plain: plain.pop("task"), "task"),
+        (lambda plain: plain.update(task=5), "task is 5"),
+        (lambda plain: plain.update(physics=["native"]), "physics is"),
+        (lambda plain: plain.update(format="newest"), "'str' and 'int'"),
+        (lambda plain: plain.update(extra=1), "unexpected keyword argument 'extra'"),
+        (lambda plain: plain.update(config=5), "TrainConfig is read from a dict"),
+        (lambda plain: plain["config"]["ppo"].update(n_envs="many"), "n_envs='many': a whole number"),
+        (lambda plain: plain["config"]["ppo"].update(n_env=5), "no field 'n_env' .did you mean 'n_envs'"),
+        (lambda plain: plain["config"]["ppo"].update(logging_level=["LOSSE"]), "did you mean 'LOSSES'"),
+    ],
+)
+def test_a_record_edited_by_hand_is_refused_naming_what_is_wrong(edit, message, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create(RunRecord("humanoid", None, "native", TrainConfig(), (), {}, {}, "cpu", ""))
+    plain = json.loads(run.config_json.read_text())
+    edit(plain)
+    run.config_json.write_text(json.dumps(plain))
+    with pytest.raises(RunFolderError, match=f"is damaged .*{message}"):
+        run.read_record()
 
 
 # --- environments and networks --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -171,6 +172,31 @@ def test_a_run_folder_that_is_in_use_is_refused_and_is_free_once_its_process_was
         time.sleep(0.05)
     assert third.poll() is None, third.communicate()
     kill(third)
+
+
+def test_a_configuration_edited_after_the_checkpoint_is_refused_by_name_and_an_honest_resume_lists_what_changed(
+    tmp_path,
+):
+    runs = Runs(tmp_path / "runs", 4)
+    said, _ = (process := runs.new("run")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    config = runs.folder / "run" / "config.json"
+    before = config.read_text()
+    plain = json.loads(before)
+    plain["config"]["ppo"]["n_envs"] = 4
+    config.write_text(json.dumps(plain))
+    said, _ = (process := runs.start("--resume", "run", "--ppo.total-steps", "320")).communicate(timeout=300)
+    assert process.returncode == 2, said
+    assert "not what the checkpoint was trained with: ppo.n_envs differ" in said
+    plain = json.loads(before)
+    plain["versions"]["jax"] = "0.0.1"
+    config.write_text(json.dumps(plain))
+    said, _ = (process := runs.start("--resume", "run", "--ppo.total-steps", "320")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert re.search(
+        r"since then\s+ppo.total_steps 160 -> 320\n\s+jax 0.0.1 -> \S+\n.*not necessarily to the bit", said
+    )
+    assert [record["step"] for record in runs.records("run")] == [40 * i for i in range(9)]
 
 
 def test_a_newest_checkpoint_that_is_damaged_is_passed_over_for_an_older_one(tmp_path):

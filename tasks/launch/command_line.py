@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -142,6 +142,11 @@ def changed_fields(tuned: Any, used: Any, prefix: str = "") -> dict[str, tuple[A
     return changes
 
 
+def kept_on_resume(changes: Mapping[str, Any]) -> list[str]:
+    """Of changed fields those that a resumed run may not change."""
+    return [name for name in changes if not name.startswith(_CHANGES_ON_RESUME)]
+
+
 def list_of_tasks() -> list[tuple[str, str]]:
     """Names and summaries."""
     return [(name, load_task(name).summary) for name in task_names()]
@@ -158,9 +163,7 @@ def _parse_resumed(argv: list[str], path: Path) -> Command:
         raise UsageError(f"--task {name} with --resume {path}, which is a run of {record.task}: leave --task out.")
     defaults = Options(task=record.task, physics=record.physics, config=record.config)  # type: ignore[arg-type]
     options = _tyro(argv, defaults, f"Continue {path}. The defaults shown are its configuration.")
-    refused = [
-        name for name in changed_fields(record.config, options.config) if not name.startswith(_CHANGES_ON_RESUME)
-    ]
+    refused = kept_on_resume(changed_fields(record.config, options.config))
     refused += ["physics"] if options.physics != record.physics else []
     refused += ["out"] if options.out is not None else []
     if refused:

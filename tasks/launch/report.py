@@ -66,6 +66,14 @@ def changes_line(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return "\n".join(f"{name} {_short(before)} -> {_short(after)}" for name, (before, after) in changes.items())
 
 
+def since_then_line(config: Mapping[str, tuple[Any, Any]], machine: Mapping[str, tuple[Any, Any]]) -> str:
+    """What is not as it was when a resumed run began: fields of its configuration, versions, device and code."""
+    rows = [changes_line(config)] if config else []
+    if machine:
+        rows.append(changes_line(machine) + "\nso it goes on from the same state, but not necessarily to the bit")
+    return "\n".join(rows) or "nothing has changed: it goes on to the bit"
+
+
 class RunSummary:
     """A `log_fn` that keeps what the footer says, and shows that the run compiles until the first record comes."""
 

@@ -222,6 +222,9 @@ class RunFolder:
             plain = json.loads(self.config_json.read_text())
             if plain["format"] > _FORMAT:
                 raise RunFolderError(f"{self.config_json} was written by a newer version of the toolkit; update.")
+            for name, kinds in {"task": str, "physics": str | None, "wandb_id": str | None}.items():
+                if not isinstance(plain.get(name), kinds):
+                    raise TypeError(f"{name} is {plain.get(name)!r}")
             plain["task_file"] = Path(plain["task_file"]) if plain["task_file"] else None
             plain["command"] = tuple(plain["command"])
             plain["config"] = from_plain(TrainConfig, plain["config"])
