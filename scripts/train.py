@@ -259,8 +259,10 @@ def header(
         "run folder": report.relative(run.path),
     }
     if command.resumed:
-        now = {**found, "device": rows["device"], "commit": git_state(code_folder(command)).get("commit")}
-        then = {**record.versions, "device": record.device, "commit": record.git.get("commit")}
+        commit = git_state(code_folder(command)).get("commit")
+        now = {**found, "device": rows["device"], "physics": getattr(env, "impl", None), "commit": commit}
+        then = {**record.versions, "device": record.device, "physics": record.physics}
+        then["commit"] = record.git.get("commit")
         differ = {name: (then[name], now.get(name)) for name in then if then[name] != now.get(name)}
         rows["since then"] = report.since_then_line(changed_fields(record.config, config), differ)
     if command.options.smoke:

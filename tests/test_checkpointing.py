@@ -12,10 +12,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from probe_envs import Counter, ProbeState, Readout, assert_same_bits, recurrent_actor_critic
 
+from envs.cartpole import CartpoleBalance
 from nnx_ppo.algorithms import checkpointing, ppo
 from nnx_ppo.algorithms.checkpointing import (
     CheckpointError,
@@ -361,6 +363,25 @@ def test_a_light_checkpoint_has_no_episodes_and_trains_on_with_fresh_ones(saved,
     fresh = ppo.with_env_states(make_env(), state, CONFIG.ppo).env_states
     first = ppo.initial_training_state(make_env(), feedforward(), CONFIG).env_states
     assert not jnp.any(fresh.obs == first.obs)  # Not the initial states of the run's start once more.
+
+
+@pytest.mark.slow  # Compiles MJX twice.
+def test_a_checkpoint_of_one_physics_engine_goes_on_with_another(tmp_path):
+    make = lambda physics: EpisodeWrapper(CartpoleBalance(physics=physics), 50)
+    network = lambda: make_mlp_actor_critic(5, 1, [4], [4], nnx.Rngs(0))
+    config = TrainConfig(
+        ppo=PPOConfig(n_envs=4, n_minibatches=1, rollout_length=5, n_epochs=1, total_steps=20),
+        eval=EvalConfig(enabled=False),
+        checkpoint_every_steps=20,
+    )
+    saved = train_ppo(make("native"), network(), config, checkpoint_fn=make_checkpoint_fn(tmp_path)).training_state
+    other = network()
+    state = load_checkpoint(latest_checkpoint(tmp_path), other, saved.optimizer)["training_state"]
+    result = train_ppo(make("jax"), other, config, total_steps=40, initial_state=state)
+    native = train_ppo(make("native"), network(), config, total_steps=40, initial_state=saved)
+    assert result.total_steps == 40
+    # One iteration of the same episodes, on engines that agree to a few digits.
+    np.testing.assert_allclose(result.training_state.env_states.obs, native.training_state.env_states.obs, atol=1e-3)
 
 
 def test_only_the_network_can_be_loaded(saved):

@@ -423,9 +423,7 @@ def test_an_outside_task_is_kept_with_the_run_and_a_changed_one_is_refused(tmp_p
     assert run.task_file(run.read_record()) == run.task_copy
 
 
-@pytest.mark.parametrize(
-    "words", [("--ppo.learning-rate", "1"), ("--seed", "99"), ("--out", "x"), ("--physics", "jax"), ("--task", "point")]
-)
+@pytest.mark.parametrize("words", [("--ppo.learning-rate", "1"), ("--seed", "99"), ("--out", "x"), ("--task", "point")])
 def test_what_makes_a_run_what_it_is_cannot_change_on_resume(tmp_path, words):
     RunFolder(tmp_path / "run").create(record())
     with pytest.raises(UsageError, match=r"resumed run keeps|leave --task out"):
@@ -434,8 +432,10 @@ def test_what_makes_a_run_what_it_is_cannot_change_on_resume(tmp_path, words):
 
 def test_a_resumed_run_has_its_recorded_configuration_and_may_go_on_longer(tmp_path):
     RunFolder(tmp_path / "run").create(record())
-    command = parse(["--resume", str(tmp_path / "run"), "--ppo.total-steps", "999", "--eval.n-envs", "3"])
+    words = ["--ppo.total-steps", "999", "--eval.n-envs", "3", "--physics", "jax"]
+    command = parse(["--resume", str(tmp_path / "run"), *words])
     assert command is not None
+    assert command.options.physics == "jax"
     assert changed_fields(record().config, command.config) == {
         "ppo.total_steps": (512_000, 999),
         "eval.n_envs": (64, 3),

@@ -44,7 +44,7 @@ class Options:
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Run folder, which must not exist yet. None: runs/<task>/<time>-<seed>."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """Continue this run folder from its last checkpoint, with its task, seed, physics and configuration."""
+    """Continue this run folder from its last checkpoint, with its task, seed and configuration."""
     keep_checkpoints: int | None = 3
     """How many of the newest checkpoints stay, besides the one of the best evaluation return. None: all."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=TrainConfig)
@@ -164,12 +164,12 @@ def _parse_resumed(argv: list[str], path: Path) -> Command:
     defaults = Options(task=record.task, physics=record.physics, config=record.config)  # type: ignore[arg-type]
     options = _tyro(argv, defaults, f"Continue {path}. The defaults shown are its configuration.")
     refused = kept_on_resume(changed_fields(record.config, options.config))
-    refused += ["physics"] if options.physics != record.physics else []
     refused += ["out"] if options.out is not None else []
     if refused:
         raise UsageError(
             f"a resumed run keeps its {', '.join(refused)}: a run of two halves would be neither. "
-            "ppo.total-steps, logging, evaluation, video and checkpoint fields may change; for others start a new run."
+            "ppo.total-steps, physics, logging, evaluation, video and checkpoint fields may change; for others start a "
+            "new run."
         )
     return Command(options, task, record.task_file, tuple(argv), run)
 
