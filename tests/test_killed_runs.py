@@ -57,11 +57,15 @@ MEASURED = ("time", "time/", "throughput/")
 """Entries of a record that no two runs share."""
 
 
+NOISY = ("--task", "noisy_task.py", "--seed", "3")
+
+
 class Runs:
     """Starts, kills and resumes runs in one folder."""
 
-    def __init__(self, folder: Path, iterations: int):
+    def __init__(self, folder: Path, iterations: int = 4, words: tuple[str, ...] = NOISY):
         self.folder = folder
+        self.words = words
         folder.mkdir(exist_ok=True)
         (folder / "noisy_task.py").write_text(TASK.replace("ITERATIONS", str(iterations)))
 
@@ -81,7 +85,7 @@ class Runs:
         )
 
     def new(self, name: str) -> subprocess.Popen:
-        return self.start("--task", "noisy_task.py", "--seed", "3", "--out", name)
+        return self.start(*self.words, "--out", name)
 
     def records(self, name: str) -> list[dict]:
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
@@ -131,28 +135,49 @@ def kill_until_done(runs: Runs, kills: int, rng: random.Random) -> int:
     return met
 
 
-def check_killed_run(folder: Path, iterations: int, kills: int, seed: int) -> None:
-    runs = Runs(folder, iterations)
-    said, _ = (undisturbed := runs.new("undisturbed")).communicate(timeout=300)
+def check_killed_run(runs: Runs, kills: int, seed: int, least: int = 2) -> None:
+    """`least` kills must meet a living process."""
+    said, _ = (undisturbed := runs.new("undisturbed")).communicate(timeout=900)
     assert undisturbed.returncode == 0, said
-    assert kill_until_done(runs, kills, random.Random(seed)) >= min(2, kills)
+    assert kill_until_done(runs, kills, random.Random(seed)) >= least
     expected, found = runs.arrays("undisturbed"), runs.arrays("killed")
     assert expected.keys() == found.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
-    assert [record["step"] for record in runs.records("killed")] == [40 * i for i in range(iterations + 1)]
+    steps = [record["step"] for record in runs.records("killed")]
+    assert steps == list(range(0, steps[-1] + 1, steps[1]))
     assert runs.records("killed") == runs.records("undisturbed")
-    assert not list((folder / "killed" / "checkpoints").glob(".*"))
+    assert not list((runs.folder / "killed" / "checkpoints").glob(".*"))
 
 
 def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path):
-    check_killed_run(tmp_path / "runs", iterations=120, kills=3, seed=0)
+    check_killed_run(Runs(tmp_path / "runs", iterations=120), kills=3, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_run_killed_many_times_ends_as_an_undisturbed_one(tmp_path, seed):
-    check_killed_run(tmp_path / "runs", iterations=400, kills=15, seed=seed)
+    check_killed_run(Runs(tmp_path / "runs", iterations=400), kills=15, seed=seed, least=8)
+
+
+SMOKE = ("--task", "cartpole_balance", "--smoke", "--checkpoint-every-steps", "1")
+
+
+@pytest.mark.parametrize("physics", ["native", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_task_on_mujoco_killed_in_training_ends_as_an_undisturbed_one(tmp_path, physics):
+    runs = Runs(tmp_path / "runs", words=(*SMOKE, "--physics", physics))
+    said, _ = (undisturbed := runs.new("undisturbed")).communicate(timeout=900)
+    assert undisturbed.returncode == 0, said
+    process = runs.new("killed")
+    while process.poll() is None and len(checkpoints(runs.folder / "killed" / "checkpoints")) < 2:
+        time.sleep(0.01)
+    kill(process)
+    if process.returncode != 0:
+        said, _ = (process := runs.start("--resume", "killed")).communicate(timeout=900)
+        assert process.returncode == 0, said
+    for name, array in runs.arrays("undisturbed").items():
+        np.testing.assert_array_equal(runs.arrays("killed")[name], array, err_msg=name)
+    assert runs.records("killed") == runs.records("undisturbed")
 
 
 def test_a_run_folder_that_is_in_use_is_refused_and_is_free_once_its_process_was_killed(tmp_path):

@@ -1,17 +1,20 @@
 """What is kept of an environment that went non-finite repeats it, step for step, in MuJoCo."""
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import mujoco
 import numpy as np
 import pytest
 from flax import nnx
 
+from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
-from nnx_ppo.algorithms.ppo import train_ppo
+from nnx_ppo.algorithms.ppo import initial_training_state, train_ppo
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from tasks import load_task
 from tasks.launch.nonfinite import KEPT, NonFiniteEpisodes
@@ -120,6 +123,32 @@ def test_the_kept_steps_are_those_that_led_there(task, physics):
         assert episode.step in (80, 160)
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("physics", ["native", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_poisoned_state_of_one_environment_restarts_it_and_leaves_the_others_alone_to_the_bit(task, physics, poison):
+    env = task.make_env(physics)
+    state = initial_training_state(env, task.make_networks(env, nnx.Rngs(0)), CONFIG)
+    data = state.env_states.data
+    spoiled = data.replace(qvel=data.qvel.at[2].set(poison))
+    broken = state.replace(env_states=state.env_states.replace(data=spoiled))
+    roll = jax.jit(functools.partial(rollout.unroll, env, CONFIG.ppo))
+    (_, good), (after_broken, bad) = roll(state), roll(broken)
+    others = np.arange(8) != 2
+    for given, wanted in zip(
+        jax.tree.leaves((bad.obs, bad.rewards, bad.done)),
+        jax.tree.leaves((good.obs, good.rewards, good.done)),
+        strict=True,
+    ):
+        assert np.isfinite(given).all()
+        np.testing.assert_array_equal(given[:, others], wanted[:, others])
+    assert bad.nonfinite[0, 2]
+    assert bad.done[0, 2]
+    assert bad.rewards[0, 2] == 0
+    new = int(jnp.sum(bad.nonfinite)) - int(jnp.sum(good.nonfinite[:, others]))
+    assert new >= 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after_broken.env_states))
+
+
 def test_keeping_them_leaves_training_as_it_is_to_the_bit(task, episodes):
     _, expected, _ = episodes
     _, result = train(task, None)
@@ -162,6 +191,21 @@ def test_a_kept_file_is_repeated_by_the_command_that_the_message_names(task, epi
     assert len(steps) == len(longest.records)
     assert all(line.endswith("-") for line in steps[:-1])
     assert "mjWARN_BAD" in steps[-1]
+
+
+def test_a_file_with_pickled_objects_is_refused_and_nothing_in_it_runs(task, tmp_path, capsys):
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "exploded",))
+
+    run = RunFolder(tmp_path / "run")
+    file = Path(sys.modules[task.make_env.__module__].__file__)  # type: ignore[arg-type]
+    run.create(RunRecord("fuse", file, "native", CONFIG, (), {}, {}, "cpu", ""))
+    run.nonfinite.mkdir()
+    np.savez(run.nonfinite / "bomb.npz", ctrl_next=np.array([Bomb()], dtype=object))
+    assert replay_script().main([str(run.nonfinite / "bomb.npz")]) == 2
+    assert "allow_pickle=False" in capsys.readouterr().err
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_a_file_that_is_not_there_is_named(task, tmp_path, capsys):

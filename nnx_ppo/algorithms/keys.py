@@ -43,5 +43,5 @@ def stream_key(key: PRNGKeyArray, stream: Stream, counter: int | jax.Array = 0) 
 
 
 def keys_of_rows(key: PRNGKeyArray, first: int | jax.Array, n: int) -> PRNGKeyArray:
-    """`n` keys, of the numbers from `first` on."""
+    """`n` keys, of the numbers from `first` on; `first` may be an array of `n` multiples of `n`."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(n))

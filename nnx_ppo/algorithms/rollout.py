@@ -51,14 +51,14 @@ def _step(same: _Same, state: Any, action: Any) -> Any:
 
 def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
     """`n_envs` fresh initial states, all finite."""
-    return _counted_reset(env, keys_of_rows(key, 0, n_envs))[0]
+    return _checked_reset(env, keys_of_rows(key, 0, n_envs))[0]
 
 
-def _counted_reset(env: Any, keys: PRNGKeyArray) -> tuple[Any, UInt32[Array, ""]]:
-    """Fresh initial states, and how many of them had to be replaced because they were not finite."""
+def _checked_reset(env: Any, keys: PRNGKeyArray) -> tuple[Any, Bool[Array, " batch"]]:
+    """Fresh initial states, and which of them had to be replaced because they were not finite."""
     states = jax.vmap(functools.partial(_reset, _Same(env)))(keys)
     bad = nonfinite_rows(states)
-    return _replace_rows(states, bad), jnp.sum(bad, dtype=jnp.uint32)
+    return _replace_rows(states, bad), bad
 
 
 def step(env: Any, env_states: Any, actions: Any) -> Any:
@@ -122,43 +122,46 @@ class ResetPool(Replaceable):
 
     Resetting every environment at every step costs as much as stepping it; a pool is drawn when its first state is
     needed, so once in a rollout in which some episode ends. Where an episode ends twice within the rollout its state
-    is gone, so the pool is drawn anew: no initial state is ever used twice.
+    is gone, so the pool is drawn anew: no initial state is ever used twice. An environment's n-th state in a rollout
+    is always the same, whatever the others do.
     """
 
     states: Any
-    taken: Bool[Array, " batch"]
+    fresh: Bool[Array, " batch"]
+    """Whether the state is there and was not taken."""
+    taken: Int[Array, " batch"]
+    """How many states the environment has had."""
     key: PRNGKeyArray
-    draws: Int[Array, ""]
     nonfinite: UInt32[Array, ""]
     """Initial states that were replaced because they were not finite."""
 
 
 def empty_reset_pool(key: PRNGKeyArray, env_states: Any) -> ResetPool:
     """A pool with nothing in it yet; `env_states` gives the shapes."""
-    taken = jnp.ones(env_states.done.shape, bool)
-    return ResetPool(env_states, taken, key, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.uint32))
+    batch = env_states.done.shape
+    return ResetPool(env_states, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32), key, jnp.zeros((), jnp.uint32))
 
 
 def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batch"]) -> tuple[Any, ResetPool]:
     """Put fresh initial states where `done`."""
 
     def exhausted(pool: ResetPool) -> Bool[Array, ""]:
-        return jnp.any(done & pool.taken)
+        return jnp.any(done & ~pool.fresh)
 
     def draw(pool: ResetPool) -> ResetPool:
         n_envs = done.shape[0]
-        states, nonfinite = _counted_reset(env, keys_of_rows(pool.key, pool.draws * n_envs, n_envs))
-        return ResetPool(
+        states, nonfinite = _checked_reset(env, keys_of_rows(pool.key, pool.taken * n_envs, n_envs))
+        return pool.replace(
             states=_like_tree(states, env_states),
-            taken=jnp.zeros_like(pool.taken),
-            key=pool.key,
-            draws=pool.draws + 1,
-            nonfinite=pool.nonfinite + nonfinite,
+            fresh=jnp.ones_like(pool.fresh),
+            # Those that were still fresh come out as they were.
+            nonfinite=pool.nonfinite + jnp.sum(nonfinite & ~pool.fresh, dtype=jnp.uint32),
         )
 
     # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
     pool = jax.lax.while_loop(exhausted, draw, pool)
-    return tree_where(done, pool.states, env_states), pool.replace(taken=pool.taken | done)
+    pool_left = pool.replace(fresh=pool.fresh & ~done, taken=pool.taken + done)
+    return tree_where(done, pool.states, env_states), pool_left
 
 
 # --- what a step said -----------------------------------------------------------------------------------------
