@@ -1,16 +1,11 @@
-"""cartpole_balance: keep the pole upright near the centre."""
+"""cartpole_balance: keep the pole upright near the centre. All but the start is as in the swing-up."""
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import Any
 
-from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig, VideoConfig
+from tasks import cartpole_swingup
+from tasks.cartpole_swingup import EPISODE_LENGTH, make_networks
 from tasks.task import Task
-
-if TYPE_CHECKING:
-    from flax import nnx
-
-    from nnx_ppo.networks.types import StatefulModule
-
-EPISODE_LENGTH = 1000  # 10 s
 
 
 def make_env(physics: str | None = None) -> Any:
@@ -21,40 +16,17 @@ def make_env(physics: str | None = None) -> Any:
     return EpisodeWrapper(CartpoleBalance(physics=physics), EPISODE_LENGTH)
 
 
-def make_networks(env: Any, rngs: "nnx.Rngs") -> "StatefulModule":
-    """A small actor and a small critic."""
-    from nnx_ppo.networks.factories import make_mlp_actor_critic
-
-    return make_mlp_actor_critic(
-        env.observation_size,
-        env.action_size,
-        actor_hidden_sizes=[64, 64],
-        critic_hidden_sizes=[64, 64],
-        rngs=rngs,
-        activation="swish",
-        normalize_obs=True,
-    )
-
+SWINGUP = cartpole_swingup.TASK.config
 
 TASK = Task(
     name="cartpole_balance",
     summary="A cart keeps a pole upright that starts almost so (dm_control's task)",
     make_env=make_env,
     make_networks=make_networks,
-    config=TrainConfig(
-        ppo=PPOConfig(
-            n_envs=256,
-            rollout_length=32,
-            total_steps=3_000_000,
-            n_epochs=4,
-            n_minibatches=8,
-            discounting_factor=0.99,
-            learning_rate=1e-3,
-            learning_rate_schedule="linear",
-            gradient_clipping=1.0,
-        ),
-        eval=EvalConfig(every_steps=250_000, n_envs=32, max_episode_length=EPISODE_LENGTH),
-        video=VideoConfig(enabled=True, every_steps=1_500_000, episode_length=EPISODE_LENGTH),
-        checkpoint_every_steps=1_000_000,
+    config=dataclasses.replace(
+        SWINGUP,
+        ppo=dataclasses.replace(SWINGUP.ppo, total_steps=3_000_000),
+        eval=dataclasses.replace(SWINGUP.eval, every_steps=250_000),
+        video=dataclasses.replace(SWINGUP.video, every_steps=1_500_000),
     ),
 )
