@@ -93,6 +93,7 @@ def train_in(
     started: float,
 ) -> int:
     """Train in a run folder that no other process writes to; returns the exit code."""
+    from nnx_ppo.algorithms.checkpointing import CheckpointError
     from nnx_ppo.networks.describe import describe
 
     task = command.task
@@ -109,7 +110,7 @@ def train_in(
             checkpoint_fn = make_checkpoints(command, run, record, summary)
             nonfinite_fn = NonFiniteEpisodes(run.nonfinite, env, command_to_copy(script_beside("replay.py")))
             result = run_training(command, env, networks, initial_state, logger, checkpoint_fn, nonfinite_fn, stop)
-        except FloatingPointError as error:  # Its message says what became non-finite, and when.
+        except (FloatingPointError, CheckpointError) as error:  # The message says what became non-finite, and when.
             summary.__exit__()
             console.print(Text.assemble(("training failed: ", "bold red"), str(error)), soft_wrap=True)
             console.print(f"run folder  {report.relative(run.path)}", soft_wrap=True)
@@ -206,7 +207,8 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
             f"{str(run.path)!r} is at step {loaded['step']:,}, the end of its training. "
             f"To train it on, add --ppo.total-steps {2 * loaded['step']}."
         )
-    run.forget_metrics_after(loaded["step"])
+    # From step 0 the start is repeated too, with its evaluation.
+    run.forget_metrics_after(loaded["step"] if loaded["step"] > 0 else -1)
     return loaded["training_state"], loaded["step"]
 
 
@@ -313,7 +315,10 @@ def draw_learning_curve(run: RunFolder, title: str) -> None:
 
     # A run without an evaluation has no learning curve.
     with contextlib.suppress(ValueError):
-        plot_learning_curve(run.path, run.learning_curve, title=title)
+        try:
+            plot_learning_curve(run.path, run.learning_curve, title=title)
+        except OSError as error:
+            logging.getLogger(__name__).warning("The learning curve could not be written: %s.", error)
 
 
 def default_wandb_mode(smoke: bool) -> str:
@@ -352,6 +357,8 @@ def show_warnings(console: Console) -> None:
     """Warnings of the libraries appear above the progress bar instead of across it."""
     handler = RichHandler(console=console, show_time=False, show_path=False, markup=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    # Orbax logs, with its traceback, what it raises too.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
     warnings.formatwarning = lambda message, *_, **__: str(message)  # type: ignore[assignment]
 

@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -197,6 +199,55 @@ def test_a_run_folder_that_is_in_use_is_refused_and_is_free_once_its_process_was
         time.sleep(0.05)
     assert third.poll() is None, third.communicate()
     kill(third)
+
+
+@pytest.mark.parametrize("step", [0, 80])
+def test_a_run_that_only_has_an_early_checkpoint_left_repeats_the_rest_with_every_record_once(tmp_path, step):
+    runs = Runs(tmp_path / "runs", 6, (*NOISY, "--keep-checkpoints", "none"))
+    said, _ = (process := runs.new("run")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    arrays, records = runs.arrays("run"), runs.records("run")
+    for path in checkpoints(runs.folder / "run" / "checkpoints"):
+        if path.name > f"step_{step:010d}":
+            shutil.rmtree(path)
+    said, _ = (process := runs.start("--resume", "run")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    for name, array in runs.arrays("run").items():
+        np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+    assert runs.records("run") == records
+
+
+def fill_disk(process: subprocess.Popen, largest_file: int, file: Path) -> None:
+    """Once `file` is there, let no file of the process grow beyond a size, which is an OSError as a full disk is."""
+    while process.poll() is None and not file.is_file():
+        time.sleep(0.01)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+
+def test_a_disk_that_fills_up_while_metrics_are_written_does_not_end_the_run(tmp_path):
+    runs = Runs(tmp_path / "runs", 200)
+    process = runs.new("run")
+    fill_disk(process, 2**15, runs.folder / "run" / "metrics.jsonl")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    said = " ".join(said.split())
+    assert "JsonLines failed and is tried again with the next record; training goes on. OSError" in said
+    assert re.search(r"JsonLines did not get \d+ record", said)
+    steps = [record["step"] for record in runs.records("run")]
+    assert steps == [40 * i for i in range(len(steps))]
+    assert 20 < len(steps) < 200
+    assert checkpoints(runs.folder / "run" / "checkpoints")[-1].name == f"step_{200 * 40:010d}"
+
+
+def test_a_disk_without_room_for_the_first_checkpoint_ends_the_run_at_once_with_a_reason(tmp_path):
+    runs = Runs(tmp_path / "runs", 200)
+    process = runs.new("run")
+    fill_disk(process, 2000, runs.folder / "run" / "config.json")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "first checkpoint cannot be written" in said
+    assert "Traceback" not in said
+    assert not checkpoints(runs.folder / "run" / "checkpoints")
 
 
 def test_a_configuration_edited_after_the_checkpoint_is_refused_by_name_and_an_honest_resume_lists_what_changed(

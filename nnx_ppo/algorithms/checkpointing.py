@@ -121,7 +121,13 @@ class CheckpointWriter:
             return
         writing = self._thread.submit(self._write, training_state, step)
         if not self._rehearsed:
-            writing.result()
+            try:
+                writing.result()
+            except Exception as error:
+                raise CheckpointError(
+                    f"the first checkpoint cannot be written to {self.directory} ({type(error).__name__}: {error}), so "
+                    "nothing that is learned could be kept."
+                ) from error
             self._rehearsed = True
         self._begun = (step, writing)
 
