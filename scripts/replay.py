@@ -3,6 +3,7 @@
 
 import argparse
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +15,20 @@ def main(argv: list[str] | None = None) -> int:
     """Prints a line for each step; returns 0, or 2 if there is nothing to repeat."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="a file of RUN/nonfinite/")
-    path = parser.parse_args(argv).file
+    path = parser.parse_args(argv).file.resolve()
     try:
         run = RunFolder.read(path.parent.parent)
         if not path.is_file():
             raise RunFolderError(f"there is no file {str(path)!r}; {path.parent} has what was kept.")
         replay(run, path)
-    except (RunFolderError, ValueError) as error:
+    except (RunFolderError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def replay(run: RunFolder, path: Path) -> None:
-    """Step MuJoCo from the first state with the recorded controls, and print how large everything becomes."""
+    """Take each recorded step in MuJoCo, from its state with its control, and print how large everything becomes."""
     import mujoco
 
     from tasks.registry import load_task
@@ -41,11 +42,12 @@ def replay(run: RunFolder, path: Path) -> None:
     with np.load(path, allow_pickle=False) as saved:
         fields = {name: saved[name] for name in saved.files}
     controls = fields.pop("ctrl_next")
-    for name, values in fields.items():
-        setattr(data, name, values[0])
     print(f"{len(controls)} steps of {task.name}, {env.n_substeps} physics steps each; the largest magnitude of")
     print("  step      time    control   position   velocity  acceleration  contacts  warnings")
     for i, control in enumerate(controls):
+        # Training rounds to float32 between control steps: from where it was, not from where MuJoCo would be.
+        for name, values in fields.items():
+            setattr(data, name, values[i])
         data.ctrl[:] = control
         mujoco.mj_step(model, data, env.n_substeps)
         largest = [np.max(np.abs(x), initial=0.0) for x in (control, data.qpos, data.qvel, data.qacc)]

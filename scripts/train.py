@@ -2,6 +2,7 @@
 """Train a task: `python scripts/train.py --task humanoid`. `--help` shows every flag, `--list` the tasks."""
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 import os
@@ -99,8 +100,11 @@ def train_in(
     task = command.task
     with console.status("reading the checkpoint"):
         initial_state, first_step = restore(command, networks)
+    before, record = record, as_it_goes_on(record, command, env)
+    if command.resumed:
+        run.write_record(record)
     wandb_mode = command.options.wandb or default_wandb_mode(command.options.smoke)
-    rows = header(command, run, record, env, networks, wandb_mode)
+    rows = header(command, run, before, env, networks, wandb_mode)
     report.show_header(console, task.name, task.summary, rows, describe(networks))
 
     stop = StopOnSignal()
@@ -116,10 +120,12 @@ def train_in(
             console.print(f"run folder  {report.relative(run.path)}", soft_wrap=True)
             return FAILED
     draw_learning_curve(run, task.name)
-    title = "finished" if not stop.received else f"interrupted by {stop.received.name} at step {result.total_steps:,}"
-    where = files(command, run, interrupted=stop.received is not None)
+    # A signal in the last iteration leaves nothing to resume.
+    interrupted = stop.received is not None and result.total_steps < command.config.ppo.total_steps
+    title = f"interrupted by {stop.signal_name} at step {result.total_steps:,}" if interrupted else "finished"
+    where = files(command, run, interrupted)
     report.show_footer(console, title, summary, evaluations(run, result.eval_history), where)
-    return stop.exit_code
+    return stop.exit_code if interrupted else 0
 
 
 def build_env(command: Command) -> Any:
@@ -161,15 +167,18 @@ def make_checkpoints(
     command: Command, run: RunFolder, record: RunRecord, summary: report.RunSummary
 ) -> "CheckpointWriter":
     """What writes the run's checkpoints; the newest few and the one of the best return stay."""
-    from nnx_ppo.algorithms.checkpointing import make_checkpoint_fn, remove_leftovers
+    from nnx_ppo.algorithms.checkpointing import make_checkpoint_fn
 
-    remove_leftovers(run.checkpoints)
     return make_checkpoint_fn(
         run.checkpoints,
         command.config,
         keep=command.options.keep_checkpoints,
         score=summary.returns.get,
-        metadata=lambda: {"task": record.task, "wandb_id": record.wandb_id, "returns": sorted(summary.returns.items())},
+        metadata=lambda step: {
+            "task": record.task,
+            "wandb_id": record.wandb_id,
+            "returns": [[at, found] for at, found in sorted(summary.returns.items()) if at <= step],
+        },
         asynchronous=True,
     )
 
@@ -179,18 +188,26 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
     if command.resumed is None:
         return None, 0
 
-    from nnx_ppo.algorithms.checkpointing import CheckpointDamaged, CheckpointError, checkpoints, load_checkpoint
+    from nnx_ppo.algorithms.checkpointing import (
+        CheckpointDamaged,
+        CheckpointError,
+        checkpoints,
+        load_checkpoint,
+        remove_leftovers,
+    )
     from nnx_ppo.algorithms.optimizer import new_optimizer_state
     from nnx_ppo.networks.functional import split
 
     run, loaded = command.resumed, None
     _, params, _ = split(networks)
+    remove_leftovers(run.checkpoints)
     for path in reversed(checkpoints(run.checkpoints)):
         try:
             loaded = load_checkpoint(path, networks, new_optimizer_state(command.config.ppo, params))
             break
         except CheckpointDamaged as error:
-            logging.getLogger(__name__).warning("%s An older one is tried.", error)
+            damaged = path.rename(path.with_name(f"damaged_{path.name}"))
+            logging.getLogger(__name__).warning("%s It is now %s; an older one is tried.", error, damaged.name)
         except CheckpointError as error:
             raise UsageError(str(error)) from error
     if loaded is None:
@@ -229,6 +246,17 @@ def new_record(command: Command, env: Any) -> RunRecord:
         wandb_id=secrets.token_hex(4),
         observation_size=getattr(env, "observation_size", None),
         action_size=getattr(env, "action_size", None),
+        keep_checkpoints=command.options.keep_checkpoints,
+    )
+
+
+def as_it_goes_on(record: RunRecord, command: Command, env: Any) -> RunRecord:
+    """The record with what a resumed run may change, so that the next resume takes it from there."""
+    return dataclasses.replace(
+        record,
+        config=command.config,
+        physics=getattr(env, "impl", None),
+        keep_checkpoints=command.options.keep_checkpoints,
     )
 
 
@@ -266,6 +294,9 @@ def header(
         then = {**record.versions, "device": record.device, "physics": record.physics}
         then["commit"] = record.git.get("commit")
         differ = {name: (then[name], now.get(name)) for name in then if then[name] != now.get(name)}
+        kept = run.git_diff.read_text() if run.git_diff.is_file() else ""
+        if (uncommitted := git_diff(code_folder(command))) != kept:
+            differ["uncommitted changes"] = (f"{len(kept):,} characters", f"{len(uncommitted):,}")
         rows["since then"] = report.since_then_line(changed_fields(record.config, config), differ)
     if command.options.smoke:
         rows["changed"] = "all sizes, by --smoke: this only shows that everything works"

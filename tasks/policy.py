@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_ppo.algorithms.checkpointing import best_checkpoint, latest_checkpoint, load_network, read_metadata
+from nnx_ppo.algorithms.checkpointing import best_checkpoint, checkpoints, latest_checkpoint, load_network, step_of
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.functional import is_stateless
 from nnx_ppo.networks.types import ModuleState, StatefulModule
@@ -20,7 +20,9 @@ from tasks.task import Task
 
 
 def load_policy(run: str | os.PathLike[str], checkpoint: str | int = "best") -> "Policy":
-    """The policy of a run folder, with the normalizer it was trained with. Builds no environment.
+    """The policy of a run folder, with the normalizer it was trained with.
+
+    Builds no environment, unless the task's network asks it for more than `observation_size` and `action_size`.
 
     Args:
       run: what `scripts/train.py` made.
@@ -38,18 +40,18 @@ def load_policy(run: str | os.PathLike[str], checkpoint: str | int = "best") -> 
     networks = _build_network(task, record)
     load_network(path, networks)
     networks.eval()
-    return Policy(networks, _rank_of(record.observation_size), read_metadata(path)["step"])
+    return Policy(networks, record.observation_size, step_of(path))
 
 
 class Policy:
     """The mode of a trained actor, compiled; observations are as the environment gives them, one or a batch."""
 
-    def __init__(self, networks: StatefulModule, observation_rank: int | None, step: int):
-        """`observation_rank` counts the axes of an observation's first array; None if an observation is a batch."""
+    def __init__(self, networks: StatefulModule, observation_size: Any, step: int):
+        """`observation_size` is the environment's; None if it is not known, and observations are always a batch."""
         self.networks = networks
         self.training_step = step
         """Environment steps that it was trained for."""
-        self._observation_rank = observation_rank
+        self._observation_size = observation_size
         self._graphdef, self._params, self._variables = functional.split(networks)
 
     def __call__(self, obs: Any) -> Any:
@@ -79,8 +81,25 @@ class Policy:
         return jax.tree.map(lambda x: x[0], actions), carry
 
     def _batch_size(self, obs: Any) -> int | None:
-        first = jnp.shape(jax.tree.leaves(obs)[0])
-        return None if len(first) == self._observation_rank else first[0]
+        """The number of observations; None for one that is no batch.
+
+        Raises:
+          ValueError: it is neither an observation nor a batch of them.
+        """
+        given = [jnp.shape(leaf) for leaf in jax.tree.leaves(obs)]
+        if self._observation_size is None:
+            return given[0][0]
+        is_shape = lambda node: isinstance(node, tuple) and all(isinstance(size, int) for size in node)
+        leaves = jax.tree.leaves(self._observation_size, is_leaf=is_shape)
+        expected = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in leaves]
+        if given == expected:
+            return None
+        if [shape[1:] for shape in given] == expected and len({shape[0] for shape in given}) == 1:
+            return given[0][0]
+        raise ValueError(
+            f"the policy takes observations of shape {expected}, or a batch of them with one more axis in front, and "
+            f"got {given}."
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -99,11 +118,11 @@ def _find_checkpoint(folder: RunFolder, wanted: str | int) -> Path:
         return latest
     if wanted == "best":
         return best_checkpoint(folder.checkpoints) or latest
-    path = folder.checkpoints / f"step_{wanted:010d}" if isinstance(wanted, int) else None
-    if path is None or not path.is_dir():
-        there = ", ".join(str(int(p.name.removeprefix("step_"))) for p in sorted(folder.checkpoints.glob("step_*")))
-        raise RunFolderError(f"checkpoint={wanted!r}: accepted are 'best', 'latest' and the steps {there}.")
-    return path
+    there = {step_of(path): path for path in checkpoints(folder.checkpoints)}
+    if wanted not in there:
+        steps = ", ".join(map(str, there))
+        raise RunFolderError(f"checkpoint={wanted!r}: accepted are 'best', 'latest' and the steps {steps}.")
+    return there[wanted]  # type: ignore[index]
 
 
 def _build_network(task: Task, record: RunRecord) -> StatefulModule:
@@ -117,8 +136,9 @@ def _build_network(task: Task, record: RunRecord) -> StatefulModule:
     return make(task.make_env(record.physics))
 
 
-class _NotKept(AttributeError):
-    """A network asks more of its environment than what the run folder tells."""
+class _NotKept(Exception):
+    """A network asks more of its environment than what the run folder tells. No AttributeError, which `hasattr` and
+    `getattr` with a default would take for an answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +150,3 @@ class _Sizes:
 
     def __getattr__(self, name: str) -> Any:
         raise _NotKept(name)
-
-
-def _rank_of(observation_size: Any) -> int | None:
-    if observation_size is None:
-        return None
-    first = jax.tree.leaves(observation_size, is_leaf=lambda x: isinstance(x, tuple))[0]
-    return len(first) if isinstance(first, tuple) else 1

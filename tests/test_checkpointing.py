@@ -33,7 +33,9 @@ from nnx_ppo.algorithms.checkpointing import (
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.ppo import train_ppo
 from nnx_ppo.networks import functional
+from nnx_ppo.networks.containers import Sequential
 from nnx_ppo.networks.factories import make_mlp_actor_critic
+from nnx_ppo.networks.recurrent import GRU
 from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
 
 
@@ -257,8 +259,7 @@ def test_without_scores_none_is_the_best(checkpoint):
 
 
 def test_an_asynchronous_checkpoint_appears_only_after_its_commit(small, tmp_path):
-    told = []
-    write = make_checkpoint_fn(tmp_path, asynchronous=True, metadata=lambda: told.append(1) or {"told": len(told)})
+    write = make_checkpoint_fn(tmp_path, asynchronous=True, metadata=lambda step: {"told": 10 * step})
     for step in (1, 2):
         write(small, step)
         assert steps_in(tmp_path) == list(range(1, step))
@@ -270,16 +271,99 @@ def test_an_asynchronous_checkpoint_appears_only_after_its_commit(small, tmp_pat
     assert steps_in(tmp_path) == [1, 2, 3]
     write.wait()
     assert steps_in(tmp_path) == [1, 2, 3, 4]
-    assert read_metadata(tmp_path / "step_0000000004")["told"] == 4
+    assert read_metadata(tmp_path / "step_0000000004")["told"] == 40
     assert_same_bits(load_small(tmp_path / "step_0000000002", small)["training_state"].params, small.params)
 
 
 def test_what_can_never_be_saved_fails_at_the_first_checkpoint(small, tmp_path):
-    write = make_checkpoint_fn(tmp_path, asynchronous=True, metadata={"not JSON": object()})
-    unsaveable = small.replace(rng_key=FullDisk())
+    write = make_checkpoint_fn(tmp_path, asynchronous=True)
     with pytest.raises(CheckpointError, match=r"first checkpoint cannot be written to .* \(OSError: .*No space left"):
-        write(unsaveable, 0)
+        write(small.replace(rng_key=FullDisk()), 0)
     assert list(tmp_path.iterdir()) == []
+    write = make_checkpoint_fn(tmp_path, asynchronous=True, metadata={"not JSON": object()})
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        write(small, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_does_not_take_its_first_checkpoint_for_a_rehearsal(checkpoint, small, caplog):
+    write = make_checkpoint_fn(checkpoint.parent, asynchronous=True)
+    write(small.replace(rng_key=FullDisk()), 9)
+    write.wait()
+    assert "step 9 could not be written" in caplog.text
+    assert steps_in(checkpoint.parent) == [7]
+
+
+def test_a_checkpoint_whose_record_never_got_out_is_abandoned(small, tmp_path):
+    write = make_checkpoint_fn(tmp_path, asynchronous=True)
+    write(small, 0)
+    write.commit()
+    write(small, 1)
+    write.abandon()
+    write.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0000000000"]
+
+    def fail(metrics, steps):
+        if steps == 40:
+            raise RuntimeError("the log is broken")
+
+    directory = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="broken"):
+        train_ppo(
+            make_env(),
+            feedforward(),
+            CONFIG,
+            total_steps=80,
+            log_fn=fail,
+            checkpoint_fn=make_checkpoint_fn(directory, asynchronous=True),
+        )
+    assert steps_in(directory) == [0, 20]
+
+
+def test_pruning_never_takes_the_checkpoint_just_written_for_an_old_one(small, tmp_path):
+    write = make_checkpoint_fn(tmp_path, keep=2)
+    for step in (40, 60, 80):
+        write(small, step)
+    write(small, 50)  # Gone back to an older one, and on from there.
+    assert steps_in(tmp_path) == [50, 60, 80]
+    write(small, 55)
+    assert steps_in(tmp_path) == [50, 55, 60, 80]
+
+
+def test_a_score_that_is_no_number_is_none(small, tmp_path):
+    write = make_checkpoint_fn(tmp_path, score={1: 1.0, 2: float("nan"), 3: float("inf")}.get)
+    for step in (1, 2, 3):
+        write(small, step)
+    assert best_checkpoint(tmp_path).name == "step_0000000001"
+
+
+def test_if_the_new_name_cannot_be_given_the_old_checkpoint_stays(checkpoint, small, monkeypatch):
+    rename = Path.rename
+
+    def fail(path, target):
+        if path.name.startswith(".unfinished"):
+            raise OSError("disk full")
+        return rename(path, target)
+
+    monkeypatch.setattr(checkpointing.Path, "rename", fail)
+    with pytest.raises(OSError, match="disk full"):
+        make_checkpoint_fn(checkpoint.parent)(small.replace(params=jax.tree.map(lambda p: p + 1, small.params)), 7)
+    network = Readout(0.0)
+    load_small(checkpoint, small, network)
+    assert float(network.weight.get_value()) == 1.5
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+
+
+def test_a_writer_killed_between_two_names_is_mended(checkpoint):
+    checkpoint.rename(checkpoint.with_name(f".replaced_{checkpoint.name}_123"))
+    remove_leftovers(checkpoint.parent)
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+
+
+def test_two_arrays_of_one_name_are_refused(small, tmp_path):
+    state = small.replace(network_states={"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}})
+    with pytest.raises(CheckpointError, match="two keys of a dict are alike but for a '/'"):
+        make_checkpoint_fn(tmp_path)(state, 1)
 
 
 class FullDisk:
@@ -363,6 +447,27 @@ def test_a_light_checkpoint_has_no_episodes_and_trains_on_with_fresh_ones(saved,
     fresh = ppo.with_env_states(make_env(), state, CONFIG.ppo).env_states
     first = ppo.initial_training_state(make_env(), feedforward(), CONFIG).env_states
     assert not jnp.any(fresh.obs == first.obs)  # Not the initial states of the run's start once more.
+
+
+def test_a_light_checkpoint_of_a_recurrent_network_begins_with_its_learned_carry_in_any_number_of_environments(
+    tmp_path,
+):
+    network = lambda: Sequential([GRU(2, 3, nnx.Rngs(0), trainable_initial_state=True), feedforward_of(3)])
+    trained = network()
+    trained.layers[0].initial["h"].set_value(jnp.full(3, 7.0))
+    state = ppo.initial_training_state(make_env(), trained, CONFIG)
+    make_checkpoint_fn(tmp_path, CONFIG, env_states=False)(state, 0)
+    other = network()
+    loaded = load_checkpoint(tmp_path / "step_0000000000", other, state.optimizer)["training_state"]
+    wider = dataclasses.replace(CONFIG.ppo, n_envs=6)
+    ready = ppo.with_env_states(make_env(), loaded, wider)
+    np.testing.assert_array_equal(jax.tree.leaves(ready.network_states)[0], jnp.full((6, 3), 7.0))
+    result = train_ppo(make_env(), other, dataclasses.replace(CONFIG, ppo=wider), total_steps=30, initial_state=loaded)
+    assert result.total_steps == 30
+
+
+def feedforward_of(size):
+    return make_mlp_actor_critic(size, 1, [4], [4], nnx.Rngs(1), normalize_obs=False)
 
 
 @pytest.mark.slow  # Compiles MJX twice.
@@ -466,6 +571,7 @@ def name_more_arrays(path):
         (lambda path: damage_metadata(path, '{"format": 99}'), "has format 99; this version reads format 1"),
         (lambda path: drop(path, "leaves"), "is damaged: it lacks leaves"),
         (lambda path: drop(path, "step"), "is damaged: it lacks step"),
+        (lambda path: damage_metadata(path, '{"format": 1, "step": 7, "leaves": null}'), "is damaged: it lacks leaves"),
         (lambda path: drop(path, "rng_key"), "is damaged: it lacks rng_key"),
         (lambda path: shutil.rmtree(path / "arrays"), "arrays of the checkpoint .* cannot be read.*older checkpoint"),
         (truncate_arrays, "arrays of the checkpoint .* cannot be read.*older checkpoint"),

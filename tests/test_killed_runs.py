@@ -4,8 +4,9 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ import numpy as np
 import pytest
 
 from nnx_ppo.algorithms.checkpointing import CheckpointError, checkpoints, load_network, read_arrays
+
+resource = pytest.importorskip("resource", reason="these tests kill and limit processes as POSIX does")
+limits_other_processes = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="Linux only")
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 
@@ -162,7 +166,7 @@ def test_a_run_killed_many_times_ends_as_an_undisturbed_one(tmp_path, seed):
     check_killed_run(Runs(tmp_path / "runs", iterations=400), kills=15, seed=seed, least=8)
 
 
-SMOKE = ("--task", "cartpole_balance", "--smoke", "--checkpoint-every-steps", "1")
+SMOKE = ("--task", "cartpole_balance", "--smoke", "--checkpoint-every-steps", "1", "--ppo.total-steps", "60000")
 
 
 @pytest.mark.parametrize("physics", ["native", pytest.param("jax", marks=pytest.mark.slow)])
@@ -174,9 +178,9 @@ def test_a_task_on_mujoco_killed_in_training_ends_as_an_undisturbed_one(tmp_path
     while process.poll() is None and len(checkpoints(runs.folder / "killed" / "checkpoints")) < 2:
         time.sleep(0.01)
     kill(process)
-    if process.returncode != 0:
-        said, _ = (process := runs.start("--resume", "killed")).communicate(timeout=900)
-        assert process.returncode == 0, said
+    assert process.returncode == -signal.SIGKILL
+    said, _ = (process := runs.start("--resume", "killed")).communicate(timeout=900)
+    assert process.returncode == 0, said
     for name, array in runs.arrays("undisturbed").items():
         np.testing.assert_array_equal(runs.arrays("killed")[name], array, err_msg=name)
     assert runs.records("killed") == runs.records("undisturbed")
@@ -191,11 +195,13 @@ def test_a_run_folder_that_is_in_use_is_refused_and_is_free_once_its_process_was
         second = runs.start("--resume", "run")
         said, _ = second.communicate(timeout=120)
         assert second.returncode == 2, said
-        assert f"process {first.pid} is writing to the run folder 'run'" in said
+        assert f"process {first.pid} on {socket.gethostname()} is writing to the run folder 'run'" in " ".join(
+            said.split()
+        )
     finally:
         kill(first)
     third = runs.start("--resume", "run")
-    while third.poll() is None and (runs.folder / "run" / "lock").read_text() != f"{third.pid}\n":
+    while third.poll() is None and not (runs.folder / "run" / "lock").read_text().startswith(f"{third.pid} on "):
         time.sleep(0.05)
     assert third.poll() is None, third.communicate()
     kill(third)
@@ -224,6 +230,7 @@ def fill_disk(process: subprocess.Popen, largest_file: int, file: Path) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
 
+@limits_other_processes
 def test_a_disk_that_fills_up_while_metrics_are_written_does_not_end_the_run(tmp_path):
     runs = Runs(tmp_path / "runs", 200)
     process = runs.new("run")
@@ -239,6 +246,7 @@ def test_a_disk_that_fills_up_while_metrics_are_written_does_not_end_the_run(tmp
     assert checkpoints(runs.folder / "run" / "checkpoints")[-1].name == f"step_{200 * 40:010d}"
 
 
+@limits_other_processes
 def test_a_disk_without_room_for_the_first_checkpoint_ends_the_run_at_once_with_a_reason(tmp_path):
     runs = Runs(tmp_path / "runs", 200)
     process = runs.new("run")
@@ -248,6 +256,25 @@ def test_a_disk_without_room_for_the_first_checkpoint_ends_the_run_at_once_with_
     assert "first checkpoint cannot be written" in said
     assert "Traceback" not in said
     assert not checkpoints(runs.folder / "run" / "checkpoints")
+
+
+def test_an_extended_run_that_is_stopped_goes_on_by_the_plain_command(tmp_path):
+    runs = Runs(tmp_path / "runs", 4, (*NOISY, "--keep-checkpoints", "none"))
+    said, _ = (process := runs.new("run")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    process = runs.start("--resume", "run", "--ppo.total-steps", "8000")
+    while process.poll() is None and len(runs.records("run")) < 20:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 143, said
+    assert "resume with" in said
+    said, _ = (process := runs.start("--resume", "run")).communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "nothing has changed: it goes on to the bit" in said
+    assert [record["step"] for record in runs.records("run")] == [40 * i for i in range(201)]
+    # Keeping all was said once, at the start.
+    assert len(checkpoints(runs.folder / "run" / "checkpoints")) > 90
 
 
 def test_a_configuration_edited_after_the_checkpoint_is_refused_by_name_and_an_honest_resume_lists_what_changed(

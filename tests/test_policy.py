@@ -3,6 +3,7 @@
 import dataclasses
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from nnx_ppo.algorithms import ppo
 from nnx_ppo.algorithms.checkpointing import CheckpointError, make_checkpoint_fn
 from nnx_ppo.networks import functional
 from tasks import load_task
-from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
+from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord, plain_shapes
 from tasks.policy import load_policy
 
 TASK = """
@@ -121,8 +122,40 @@ def test_an_observation_may_be_a_tree(tmp_path):
     np.testing.assert_allclose(policy(jax.tree.map(lambda x: x[1], obs)), expected[1], rtol=1e-5)
 
 
+def test_an_observation_may_be_a_tuple_or_a_list_of_numbers(tmp_path):
+    run, networks = make_run(tmp_path, SHAPE="((2,), (1,))", OBS="(jnp.zeros(2), jnp.zeros(1))")
+    policy = load_policy(run)
+    obs = (jnp.ones((4, 2)), jnp.ones((4, 1)))
+    np.testing.assert_allclose(policy(obs), mode(networks[40], obs)[0], rtol=1e-6)
+    assert policy((jnp.ones(2), jnp.ones(1))).shape == (2,)
+    (tmp_path / "flat").mkdir()
+    run, _ = make_run(tmp_path / "flat")
+    with pytest.raises(ValueError, match=r"takes observations of shape \[\(3,\)\], or a batch .* got \[\(2,\)\]"):
+        load_policy(run)(np.zeros(2))
+
+
+def test_a_network_that_asks_the_environment_carefully_gets_the_true_answer(tmp_path):
+    words = {"assert env.extra == 3": "assert getattr(env, 'extra', 0) == 3", '"SIZES"\n': '"MORE"\n'}
+    run, _ = make_run(tmp_path, physics="none", **words)
+    assert load_policy(run)(jnp.zeros(3)).shape == (2,)
+
+
+def test_sizes_that_json_cannot_keep_are_not_kept(tmp_path):
+    assert plain_shapes(np.int64(3)) == 3
+    assert plain_shapes({"a": (2, np.int32(3)), "b": [1]}) == {"a": [2, 3], "b": [1]}
+    assert plain_shapes(np.zeros(2)) is None
+    assert plain_shapes(Point(1, 2)) is None
+    run, _ = make_run(tmp_path, SHAPE="__import__('numpy').int64(3)")
+    assert load_policy(run)(jnp.zeros(3)).shape == (2,)
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
 def test_a_policy_with_memory_hands_its_carry_on_and_says_so_if_it_is_forgotten(tmp_path):
-    run, networks = make_run(tmp_path, **{"HIDDEN, ASKS": "HIDDEN, ASKS", "= 5,": "= None,"})
+    run, networks = make_run(tmp_path, **{"= 5,": "= None,"})
     policy = load_policy(run)
     obs = jax.random.normal(jax.random.key(0), (3, 4, 3))
     carry, expected_carry = policy.initial_carry(4), None
@@ -143,6 +176,7 @@ def test_best_latest_or_any_step_that_is_there(tmp_path):
     assert load_policy(run).training_step == 40
     assert load_policy(run, "latest").training_step == 80
     assert load_policy(run, 0).training_step == 0
+    assert load_policy(run, np.int64(80)).training_step == 80  # type: ignore[arg-type]
     with pytest.raises(RunFolderError, match=r"checkpoint=41: accepted are 'best', 'latest' and the steps 0, 40, 80"):
         load_policy(run, 41)
     with pytest.raises(RunFolderError, match="checkpoint='newest': accepted"):

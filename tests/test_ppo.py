@@ -369,7 +369,7 @@ def test_reward_scaling_is_for_learning_only():
 
 
 class Overflowing(Drift):
-    """Finite rewards whose squares are not, while `info["huge"]` counts down."""
+    """Rewards whose squares are not finite once they are scaled, while `info["huge"]` counts down."""
 
     def reset(self, rng):
         state = super().reset(rng)
@@ -378,8 +378,11 @@ class Overflowing(Drift):
     def step(self, state, action):
         huge = state.info["huge"]
         state = super().step(state, action)
-        reward = jnp.where(huge > 0, 1e30, state.reward)
+        reward = jnp.where(huge > 0, 1e14, state.reward)
         return state.replace(reward=reward, done=jnp.zeros(()), info={"huge": jnp.maximum(huge - 1, 0)})
+
+
+SCALED = PPOConfig(**{**vars(SMALL), "reward_scaling": 1e10})
 
 
 def overflowing_start(config, huge):
@@ -390,8 +393,8 @@ def overflowing_start(config, huge):
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted_and_training_goes_on():
-    env, _, state = overflowing_start(SMALL, huge=SMALL.rollout_length)
-    step = jax.jit(functools.partial(ppo.ppo_step, env, SMALL))
+    env, _, state = overflowing_start(SCALED, huge=SCALED.rollout_length)
+    step = jax.jit(functools.partial(ppo.ppo_step, env, SCALED))
     after, _ = step(state)
     assert_same_bits(after.params, state.params)
     assert int(after.skipped_updates) == 4
@@ -402,7 +405,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted_and_training_goes_o
 
 
 def test_too_many_skipped_updates_end_the_run_naming_step_and_quantity_and_keep_the_last_good_parameters():
-    config = PPOConfig(**{**vars(SMALL), "total_steps": 1000, "max_skipped_updates": 8})
+    config = PPOConfig(**{**vars(SCALED), "total_steps": 1000, "max_skipped_updates": 8})
     env, net, state = overflowing_start(config, huge=10**6)
     good = jax.tree.map(jnp.copy, state.params)
     with pytest.raises(NonFiniteError, match=r"8 updates in a row .* up to step 40 .*losses/critic_loss"):

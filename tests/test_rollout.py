@@ -77,7 +77,7 @@ def test_a_time_limit_ends_the_episode_even_if_the_environment_forgets_to_say_do
     np.testing.assert_array_equal(outcome(info={"truncated": jnp.asarray([1, 0, 0, 0])}).done, [1, 1, 0, 1])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -1e30])
 @pytest.mark.parametrize("where", ["obs", "reward"])
 def test_a_nonfinite_observation_or_reward_is_a_termination_with_reward_zero(where, value):
     spoiled = {"obs": jnp.zeros((4, 2)).at[3, 1].set(value), "reward": jnp.arange(4.0).at[3].set(value)}[where]

@@ -12,6 +12,7 @@ network, the optimizer and the environment that are there when it is loaded, and
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ class SavedLeaves:
     """Arrays of a part of the state whose structure is not known yet: name -> array.
 
     `load_checkpoint` is not told the environment, so it leaves the environment states like this; `train_ppo` gives
-    them their structure.
+    them their structure, or makes fresh ones (and a fresh carry) if none were saved.
     """
 
     leaves: dict[str, jax.Array]
@@ -62,7 +63,7 @@ def make_checkpoint_fn(
     *,
     keep: int | None = None,
     score: Callable[[int], float | None] | None = None,
-    metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
     env_states: bool = True,
     asynchronous: bool = False,
 ) -> "CheckpointWriter":
@@ -73,7 +74,7 @@ def make_checkpoint_fn(
       config: kept with each checkpoint and returned by `load_checkpoint`.
       keep: how many of the newest checkpoints stay; None keeps all.
       score: how good the run was at a step, if that is known (a return); the best checkpoint stays too.
-      metadata: more plain data to keep, such as the name of the task, or a function that returns it.
+      metadata: more plain data to keep, such as the name of the task, or a function that returns it for a step.
       env_states: whether to keep the environments' states and the network's carry. Without, a checkpoint is small, and
         training goes on from it with fresh episodes: well, but not bit for bit.
       asynchronous: write on a thread while training goes on. A checkpoint that cannot be written (a full disk) then
@@ -101,7 +102,7 @@ class CheckpointWriter:
         config: TrainConfig | None,
         keep: int | None,
         score: Callable[[int], float | None] | None,
-        metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+        metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None,
         env_states: bool,
         asynchronous: bool,
     ):
@@ -109,34 +110,44 @@ class CheckpointWriter:
         self._config = None if config is None else to_plain(config)
         self._keep, self._score, self._metadata, self._env_states = keep, score, metadata, env_states
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
-        self._begun: tuple[int, Future[Callable[[], None]]] | None = None
+        self._begun: tuple[int, Future[_Unfinished]] | None = None
         self._committed: tuple[int, Future[None]] | None = None
-        self._rehearsed = False
+        # A run that is resumed has shown that it can be saved.
+        self._rehearsed = latest_checkpoint(directory) is not None
 
     def __call__(self, training_state: TrainingState, step: int) -> None:
         """Begin a checkpoint; `training_state` must stay valid until it is written."""
         self.wait()
         if self._thread is None:
-            self._write(training_state, step)()
+            self._finish(self._write(training_state, step))
             return
         writing = self._thread.submit(self._write, training_state, step)
+        self._begun = (step, writing)
         if not self._rehearsed:
             try:
                 writing.result()
+                json.dumps(self._about(step))
             except Exception as error:
+                self.abandon()
                 raise CheckpointError(
                     f"the first checkpoint cannot be written to {self.directory} ({type(error).__name__}: {error}), so "
                     "nothing that is learned could be kept."
                 ) from error
             self._rehearsed = True
-        self._begun = (step, writing)
 
     def commit(self) -> None:
         """Let the checkpoint that was begun appear under its name as soon as it is written; does not wait."""
         if self._begun is None or self._thread is None:
             return
         (step, writing), self._begun = self._begun, None
-        self._committed = (step, self._thread.submit(lambda: writing.result()()))
+        self._committed = (step, self._thread.submit(lambda: self._finish(writing.result())))
+
+    def abandon(self) -> None:
+        """Give up the checkpoint that was begun and not committed: the metrics of its step never got out."""
+        if self._begun is None or self._thread is None:
+            return
+        (_, writing), self._begun = self._begun, None
+        self._thread.submit(lambda: shutil.rmtree(writing.result().folder, ignore_errors=True)).exception()
 
     def wait(self) -> None:
         """Commit, and wait until it is on disk; a failure is a warning."""
@@ -156,31 +167,44 @@ class CheckpointWriter:
                 f"{latest.name} stands" if latest else "there is none yet",
             )
 
-    def _write(self, state: TrainingState, step: int) -> Callable[[], None]:
-        """Write the arrays under a temporary name; returns what gives them their own."""
+    def _about(self, step: int) -> dict[str, Any]:
+        """What the metadata says besides what describes the arrays."""
+        more = self._metadata(step) if callable(self._metadata) else self._metadata or {}
+        score = self._score(step) if self._score else None
+        scored = {} if score is None or not math.isfinite(score) else {"score": float(score)}
+        return {"config": self._config, **scored, **more}
+
+    def _write(self, state: TrainingState, step: int) -> "_Unfinished":
         leaves = flatten_state(state)
         if not self._env_states:
             leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(_OF_EPISODES)}
-        unfinished = write_arrays(self.directory, leaves, step)
+        return _Unfinished(write_arrays(self.directory, leaves, step), leaves, step)
 
-        def finish() -> None:
-            more = self._metadata() if callable(self._metadata) else self._metadata or {}
-            found = self._score(step) if self._score else None
-            scored = {} if found is None else {"score": float(found)}
-            n_envs = int(state.env_states.done.shape[0])
-            about = {"config": self._config, "n_envs": n_envs, **scored, **more}
-            finish_checkpoint(self.directory, unfinished, leaves, step, about)
-            self._remove_old()
+    def _finish(self, unfinished: "_Unfinished") -> None:
+        step = unfinished.step
+        finish_checkpoint(self.directory, unfinished.folder, unfinished.leaves, step, self._about(step))
+        try:
+            self._remove_old(step)
+        except OSError as error:
+            log.warning("Old checkpoints could not be deleted: %s", error)
 
-        return finish
-
-    def _remove_old(self) -> None:
+    def _remove_old(self, step: int) -> None:
         if self._keep is None:
             return
         best = best_checkpoint(self.directory)
-        for old in checkpoints(self.directory)[: -self._keep]:
+        # Those of a later step are of another branch, which went on from where this one did.
+        for old in [path for path in checkpoints(self.directory) if step_of(path) <= step][: -self._keep]:
             if old != best:
                 _remove(old)
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A checkpoint whose arrays are written, without its name."""
+
+    folder: Path
+    leaves: Mapping[str, jax.Array]
+    step: int
 
 
 def write_arrays(directory: Path, leaves: Mapping[str, jax.Array], step: int) -> Path:
@@ -218,9 +242,16 @@ def finish_checkpoint(
         (unfinished / "metadata.json").write_text(
             json.dumps({"format": FORMAT, "step": step, **metadata, "leaves": described}, indent=1)
         )
+        replaced = final.with_name(f".replaced_{final.name}_{os.getpid()}")
         if final.exists():
-            _remove(final)
-        unfinished.rename(final)
+            final.rename(replaced)
+        try:
+            unfinished.rename(final)
+        except BaseException:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -235,7 +266,13 @@ def _remove(checkpoint: Path) -> None:
 
 
 def remove_leftovers(directory: str | os.PathLike) -> None:
-    """Delete what a process that was killed while writing or deleting has left."""
+    """Tidy up what a process that was killed while writing, replacing or deleting has left."""
+    for path in Path(directory).glob(".replaced_step_*"):
+        final = path.with_name(path.name.removeprefix(".replaced_").rsplit("_", 1)[0])
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:  # Killed between the two renames.
+            path.rename(final)
     for pattern in (".unfinished_step_*", ".removed_step_*"):
         for path in Path(directory).glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
@@ -245,9 +282,12 @@ def checkpoints(directory: str | os.PathLike) -> list[Path]:
     """The complete checkpoints in a directory, oldest first."""
     found = [path for path in Path(directory).glob("step_*") if (path / "metadata.json").is_file()]
     # By number: past ten digits the names no longer sort.
-    return sorted(
-        (path for path in found if path.name[5:].isdecimal()), key=lambda path: int(path.name.removeprefix("step_"))
-    )
+    return sorted((path for path in found if path.name[5:].isdecimal()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The environment steps of a checkpoint, by its name."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def latest_checkpoint(directory: str | os.PathLike) -> Path | None:
@@ -285,11 +325,15 @@ def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer
     graphdef, params, variables = functional.split(networks)
     graphdef = functional.training_graphdef(graphdef, params, variables)
     env_leaves = {name: leaf for name, leaf in leaves.items() if name.startswith("env_states")}
-    batch: int = next((leaf.shape[0] for leaf in env_leaves.values()), metadata.get("n_envs", 1))
+    carry = ()
     if env_leaves:
+        batch = next(iter(env_leaves.values())).shape[0]
         carry = place(leaves, "network_states", jax.eval_shape(lambda: networks.initialize_state(batch)))
-    else:
-        carry = networks.initialize_state(batch)
+    config = metadata.get("config")
+    try:
+        config = None if config is None else from_plain(TrainConfig, config)
+    except ValueError as error:
+        raise CheckpointError(f"the configuration in {path} cannot be read: {error}") from error
     state = TrainingState(
         params=place(leaves, "params", params),
         variables=place(leaves, "variables", variables),
@@ -300,13 +344,7 @@ def load_checkpoint(path: str | os.PathLike, networks: StatefulModule, optimizer
         graphdef=graphdef,
     )
     nnx.update(networks, state.params, state.variables)
-    config = metadata.get("config")
-    return {
-        "training_state": state,
-        "step": metadata["step"],
-        "config": None if config is None else from_plain(TrainConfig, config),
-        "metadata": metadata,
-    }
+    return {"training_state": state, "step": metadata["step"], "config": config, "metadata": metadata}
 
 
 def load_network(path: str | os.PathLike, networks: StatefulModule) -> None:
@@ -366,6 +404,11 @@ def flatten_state(state: TrainingState) -> dict[str, jax.Array]:
     leaves: dict[str, jax.Array] = {}
     for part in PARTS:
         leaves |= flatten(part, getattr(state, part))
+    if len(leaves) != (there := len(jax.tree.leaves(state))):
+        raise CheckpointError(
+            f"the {there} arrays of the training state have {len(leaves)} names: two keys of a dict are alike but for "
+            "a '/' in them. Rename one."
+        )
     return leaves
 
 
@@ -384,15 +427,15 @@ def read_metadata(path: Path) -> dict[str, Any]:
             f"{path} is not a checkpoint: it has no metadata.json. A checkpoint is a directory named "
             f"step_0000000000 with its number of steps.{hint}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise CheckpointDamaged(f"{path / 'metadata.json'} is damaged: {error}. Use an older checkpoint.") from error
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {metadata.get('format') if isinstance(metadata, dict) else None!r}; this version reads "
             f"format {FORMAT}."
         )
-    missing = [name for name in ("step", "leaves") if name not in metadata]
-    missing += [name for name in SCALARS if name not in metadata.get("leaves", SCALARS)]
+    missing = [name for name, kind in {"step": int, "leaves": dict}.items() if not isinstance(metadata.get(name), kind)]
+    missing += [name for name in SCALARS if "leaves" not in missing and name not in metadata["leaves"]]
     if missing:
         raise CheckpointDamaged(
             f"{path / 'metadata.json'} is damaged: it lacks {', '.join(missing)}. Use an older checkpoint."

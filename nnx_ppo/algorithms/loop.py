@@ -96,6 +96,8 @@ def run_training(
         # The iteration before the failure was finished, or all but: its record is not to be lost with the failed one.
         with contextlib.suppress(Exception):
             loop.flush()
+        if hasattr(checkpoint_fn, "abandon"):
+            checkpoint_fn.abandon()  # type: ignore[union-attr]
         raise
     finally:
         # An iteration that failed on the device has consumed its state: what the caller has is all there is then.

@@ -103,7 +103,7 @@ def train_ppo(
         state, first_state = program.out_info, lambda: program.compile()(*inputs)
     else:
         state, first_state = with_env_states(env, initial_state, config.ppo), None
-    keep_replay = nonfinite_fn is not None and hasattr(env, "replay_record")
+    keep_replay = nonfinite_fn is not None and has_replay_record(env, state.env_states)
     return run_training(
         Programs(
             train=functools.partial(ppo_step, env, config.ppo, keep_replay=keep_replay),
@@ -485,19 +485,34 @@ def with_env_states(env: RLEnv, state: TrainingState, config: PPOConfig) -> Trai
     """A loaded state, its environment states in the structure that `env` has; fresh ones if none were saved."""
     if isinstance(state.env_states, SavedLeaves):
         first = jax.jit(functools.partial(first_env_states, env, n_envs=config.n_envs))
-        if state.env_states.leaves:
-            template = jax.eval_shape(first, state.rng_key)
-            env_states = place(state.env_states.leaves, "env_states", template)
-        else:
-            env_states = first(state.rng_key, iteration=state.iteration)
-        state = state.replace(env_states=env_states)
-    n_envs = state.env_states.done.shape[0]
+        if saved := state.env_states.leaves:
+            check_n_envs(next(iter(saved.values())).shape[0], config)
+            return state.replace(env_states=place(saved, "env_states", jax.eval_shape(first, state.rng_key)))
+        network = functional.merge(state.graphdef, state.params, state.variables)
+        return state.replace(
+            env_states=first(state.rng_key, iteration=state.iteration),
+            network_states=network.initialize_state(config.n_envs),
+        )
+    check_n_envs(state.env_states.done.shape[0], config)
+    return state
+
+
+def check_n_envs(n_envs: int, config: PPOConfig) -> None:
+    """Refuse a state of another number of environments."""
     if n_envs != config.n_envs:
         raise ValueError(
             f"the initial state has {n_envs} environments and the configuration n_envs={config.n_envs}; "
             f"go on with n_envs={n_envs}."
         )
-    return state
+
+
+def has_replay_record(env: RLEnv, env_states: Any) -> bool:
+    """Whether `env.replay_record` works on its states; a wrapper may pass the method on and change the state."""
+    try:
+        jax.eval_shape(jax.vmap(env.replay_record), env_states)  # type: ignore[attr-defined]
+    except Exception:
+        return False
+    return True
 
 
 def check_same_terms(rewards: Any, values: Any) -> None:

@@ -123,7 +123,7 @@ class ResetPool(Replaceable):
     Resetting every environment at every step costs as much as stepping it; a pool is drawn when its first state is
     needed, so once in a rollout in which some episode ends. Where an episode ends twice within the rollout its state
     is gone, so the pool is drawn anew: no initial state is ever used twice. An environment's n-th state in a rollout
-    is always the same, whatever the others do.
+    is always the same, whatever the others do (unless it was not finite and had to be replaced).
     """
 
     states: Any
@@ -189,15 +189,19 @@ def read_outcome(env_states: Any) -> Outcome:
     return Outcome(rewards, done, truncated & ~nonfinite, nonfinite)
 
 
+HUGE = 1e15
+"""Observations and rewards beyond it count as not finite: their squares and sums soon are not."""
+
+
 def nonfinite_rows(env_states: Any) -> Bool[Array, " batch"]:
-    """Which environments hold a NaN, or an infinity in observation or reward.
+    """Which environments hold a NaN, or something huge or infinite in observation or reward.
 
     An infinity elsewhere in the state may be meant (a bound, a distance to nothing).
     """
     batch = env_states.done.shape[0]
     finite = jnp.ones(batch, bool)
     for leaf in jax.tree.leaves((env_states.obs, env_states.reward)):
-        finite &= _rows(leaf, jnp.isfinite, batch)
+        finite &= _rows(leaf, lambda x: jnp.abs(x) < HUGE, batch)
     for leaf in jax.tree.leaves(env_states):
         finite &= _rows(leaf, lambda x: x == x, batch)
     return ~finite
@@ -217,7 +221,7 @@ def _replace_rows(env_states: Any, bad: Bool[Array, " batch"]) -> Any:
         return jnp.where(is_bad(x), jnp.zeros_like(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
     states = jax.tree.map(lambda x: zero_where(jnp.isnan, x[source]), env_states)
-    finite = functools.partial(jax.tree.map, functools.partial(zero_where, jnp.isinf))
+    finite = functools.partial(jax.tree.map, functools.partial(zero_where, lambda x: jnp.abs(x) >= HUGE))
     return states.replace(obs=finite(states.obs), reward=finite(states.reward))
 
 

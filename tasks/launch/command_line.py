@@ -162,6 +162,7 @@ def _parse_resumed(argv: list[str], path: Path) -> Command:
     if (name := _value_of("--task", argv)) not in (None, record.task):
         raise UsageError(f"--task {name} with --resume {path}, which is a run of {record.task}: leave --task out.")
     defaults = Options(task=record.task, physics=record.physics, config=record.config)  # type: ignore[arg-type]
+    defaults = dataclasses.replace(defaults, keep_checkpoints=record.keep_checkpoints)
     options = _tyro(argv, defaults, f"Continue {path}. The defaults shown are its configuration.")
     refused = kept_on_resume(changed_fields(record.config, options.config))
     refused += ["out"] if options.out is not None else []

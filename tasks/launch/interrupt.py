@@ -26,6 +26,11 @@ class StopOnSignal:
         """What the process should return."""
         return 128 + self.received if self.received else 0
 
+    @property
+    def signal_name(self) -> str:
+        """The signal that asked to stop; empty if none did."""
+        return self.received.name if self.received else ""
+
     def __call__(self, steps: int) -> bool:
         """Whether to stop."""
         del steps

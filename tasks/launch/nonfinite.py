@@ -1,6 +1,8 @@
 """The last steps of environments that went non-finite, kept in a run folder and repeated in MuJoCo."""
 
 import logging
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
     from nnx_ppo.algorithms.types import NonFiniteEpisode
 
 KEPT = 10
-"""Episodes kept of a run: the first say what is wrong, and the disk is for better things."""
+"""Episodes kept of a run, one of an iteration: the first say what is wrong, and the disk is for better things."""
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,14 @@ class NonFiniteEpisodes:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step_{episode.step:010d}_env_{episode.env}.npz"
+        import jax
+
         fields = self._env.replay_fields(episode.records)
-        np.savez(path, ctrl_next=np.asarray(self._env.control(episode.actions)), **fields)
-        log.warning("The last %d steps are in %s. Repeat them: %s %s", len(episode.records), path, self._command, path)
+        controls = np.asarray(jax.vmap(self._env.control)(episode.actions))
+        unfinished = path.with_suffix(".unfinished")
+        with open(unfinished, "wb") as file:
+            np.savez(file, ctrl_next=controls, **fields)
+        os.replace(unfinished, path)
+        command = f"{self._command} {shlex.quote(str(path))}"
+        log.warning("The last %d steps are in %s. Repeat them: %s", len(controls), path, command)
         return path

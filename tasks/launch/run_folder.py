@@ -18,9 +18,12 @@ import dataclasses
 import datetime
 import itertools
 import json
+import logging
 import math
+import operator
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +34,8 @@ from nnx_ppo.algorithms.config import TrainConfig, from_plain, to_plain
 FREE_BYTES_NEEDED = 200 * 2**20
 """A run does not start with less free disk space; checkpoints and videos of a run take about this much."""
 _FORMAT = 1
+
+log = logging.getLogger(__name__)
 
 
 class RunFolderError(ValueError):
@@ -61,6 +66,8 @@ class RunRecord:
     """As the environment has it, an integer or a tree of shapes: what it takes to build the network again."""
     action_size: Any = None
     """As the environment has it."""
+    keep_checkpoints: int | None = 3
+    """How many of the newest checkpoints stay; None for all."""
     format: int = _FORMAT
     """Version of this file's layout."""
 
@@ -172,17 +179,25 @@ class RunFolder:
         except ImportError:  # Windows has no such lock; the folder's creation still excludes a second new run.
             yield
             return
-        with open(self.path / "lock", "a+") as file:
+        try:
+            file = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise RunFolderError(f"the run folder {str(self.path)!r} cannot be written: {error.strerror}.") from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 file.seek(0)
                 raise RunFolderError(
                     f"process {file.read().strip() or 'unknown'} is writing to the run folder {str(self.path)!r}. "
                     "Wait until it has ended, or stop it."
                 ) from None
+            except OSError as error:  # Some network disks have no locks.
+                log.warning(
+                    "%s cannot be locked (%s): see to it that one process at a time writes to it.", self.path, error
+                )
             file.truncate(0)
-            file.write(f"{os.getpid()}\n")
+            file.write(f"{os.getpid()} on {socket.gethostname()}\n")
             file.flush()
             yield
 
@@ -206,7 +221,8 @@ class RunFolder:
 
     def write_record(self, record: RunRecord) -> None:
         """Write `config.json`, whole or not at all."""
-        plain = {**dataclasses.asdict(record), "config": to_plain(record.config)}
+        plain = {**vars(record), "config": to_plain(record.config)}
+        plain |= {name: plain_shapes(plain[name]) for name in ("observation_size", "action_size")}
         plain["task_file"] = str(record.task_file) if record.task_file else None
         unfinished = self.config_json.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(plain, indent=2) + "\n")
@@ -225,6 +241,9 @@ class RunFolder:
             for name, kinds in {"task": str, "physics": str | None, "wandb_id": str | None}.items():
                 if not isinstance(plain.get(name), kinds):
                     raise TypeError(f"{name} is {plain.get(name)!r}")
+            for name in ("versions", "git"):
+                if not isinstance(plain.get(name), dict):
+                    raise TypeError(f"{name} is {plain.get(name)!r}")
             plain["task_file"] = Path(plain["task_file"]) if plain["task_file"] else None
             plain["command"] = tuple(plain["command"])
             plain["config"] = from_plain(TrainConfig, plain["config"])
@@ -242,8 +261,11 @@ class RunFolder:
             return
         kept = [line for line in self.metrics_jsonl.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
         unfinished = self.metrics_jsonl.with_suffix(".unfinished")
-        unfinished.write_bytes(b"".join(kept))
-        os.replace(unfinished, self.metrics_jsonl)
+        try:
+            unfinished.write_bytes(b"".join(kept))
+            os.replace(unfinished, self.metrics_jsonl)
+        except OSError as error:
+            raise RunFolderError(f"{str(self.metrics_jsonl)!r} cannot be written: {error.strerror}.") from error
 
     def task_file(self, record: RunRecord) -> Path:
         """The file of an outside task: where it was, or else the copy in the folder.
@@ -291,6 +313,22 @@ def check_disk(path: Path) -> None:
             f"the disk of {str(folder)!r} has {free / 2**20:.0f} MB left, and a run needs "
             f"{FREE_BYTES_NEEDED / 2**20:.0f} MB. Make room, or give another place with --out."
         )
+
+
+def plain_shapes(shapes: Any) -> Any:
+    """A tree of shapes as JSON keeps it; None where it would not come back the same."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {str(name): plain(entry) for name, entry in node.items()}
+        if type(node) in (list, tuple):
+            return [plain(entry) for entry in node]
+        return operator.index(node)
+
+    try:
+        return None if shapes is None else plain(shapes)
+    except TypeError:
+        return None
 
 
 def _shapes(plain: Any) -> Any:
