@@ -314,7 +314,8 @@ def test_a_newest_checkpoint_that_is_damaged_is_passed_over_for_an_older_one(tmp
         load_network(newest, None)  # type: ignore[arg-type]
     said, _ = (process := runs.start("--resume", "run")).communicate(timeout=300)
     assert process.returncode == 0, said
-    assert "An older one is tried" in said
+    assert f"It is now damaged_{newest.name}; an older one is tried" in " ".join(said.split())
+    assert newest.with_name(f"damaged_{newest.name}").is_dir()
     for name, array in runs.arrays("run").items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
     assert [record["step"] for record in runs.records("run")] == [40 * i for i in range(9)]
