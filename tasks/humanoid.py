@@ -34,8 +34,6 @@ def make_networks(env: Any, rngs: "nnx.Rngs") -> "StatefulModule":
         activation="swish",
         normalize_obs=True,
         entropy_weight=2e-3,
-        # The statistics of falling and of running differ; where they go on drifting the gait is lost again.
-        normalize_until=2_000_000,
     )
 
 

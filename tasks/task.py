@@ -60,7 +60,7 @@ class Task:
     """From the physics engine (`"jax"`, `"warp"`, `"native"`, or None to choose by device) to an environment with
     its time limit, that is, in an `EpisodeWrapper`. A task without MuJoCo may ignore the argument."""
     make_networks: "Callable[[Any, nnx.Rngs], StatefulModule]"
-    """From that environment and a random stream to the network."""
+    """From that environment and a random stream to the network. It is traced, so constants in it are NumPy arrays."""
     config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     """The tuned configuration."""
     evidence: Evidence | None = None

@@ -36,21 +36,6 @@ def test_normalizer_statistics_are_those_of_all_data_whatever_the_batches():
     np.testing.assert_allclose(np.std(out, 0), 1, rtol=1e-3)
 
 
-def test_normalizer_statistics_stay_as_they_are_once_they_have_seen_enough():
-    batches = jax.random.normal(jax.random.key(0), (4, 5, 3, 2)) * 3.0 + 1.0
-    free, frozen = Normalizer(2), Normalizer(2, until=16)
-    for batch in batches[:2]:  # 15 inputs are too few, 30 are enough.
-        free.update_statistics(batch)
-        frozen.update_statistics(batch)
-    for batch in batches[2:]:
-        frozen.update_statistics(batch)
-    assert float(frozen.counter.get_value()) == 30
-    np.testing.assert_array_equal(frozen.mean.get_value(), free.mean.get_value())
-    np.testing.assert_array_equal(frozen.variance.get_value(), free.variance.get_value())
-    with pytest.raises(ValueError, match=r"until=0; a number of inputs above 0"):
-        Normalizer(2, until=0)
-
-
 def test_normalizer_is_the_identity_before_its_first_update():
     x = jnp.asarray([[1.0, -5.0], [1e6, 0.0]])
     np.testing.assert_array_equal(Normalizer(2)((), x).output, x)

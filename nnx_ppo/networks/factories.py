@@ -106,7 +106,6 @@ def make_mlp_actor_critic(
     kernel_init: Initializer | None = None,
     last_kernel_init: Initializer | None = None,
     reward_terms: Sequence[str] | None = None,
-    normalize_until: int | None = None,
 ) -> StatefulModule:
     """An actor and a critic without a shared trunk, the standard network of continuous control.
 
@@ -130,7 +129,6 @@ def make_mlp_actor_critic(
       kernel_init: initialiser of all kernels, instead of variance scaling.
       last_kernel_init: initialiser of the actor's last kernel; a small one makes the first policy the same everywhere.
       reward_terms: the keys of the environment's reward if it is a dict; the critic gets a head for each.
-      normalize_until: observations after which the `Normalizer` leaves its statistics as they are; None: never.
     """
     kernel_init = kernel_init or _variance_scaling(initializer_scale)
     flat = isinstance(obs_size, (int, np.integer))
@@ -139,7 +137,7 @@ def make_mlp_actor_critic(
     actor = _actor([features, *actor_hidden_sizes, 2 * action_size], rngs, activation, kernel_init, last_kernel_init)
     critic = make_critic([features, *critic_hidden_sizes], rngs, activation, reward_terms, kernel_init)
     adapter = PPOAdapter(action=Sequential([*actor, sampler]), value=critic)
-    front = [Normalizer(obs_size, until=normalize_until)] if normalize_obs else []
+    front = [Normalizer(obs_size)] if normalize_obs else []
     front = front if flat else [*front, Flattener()]
     return Sequential([*front, adapter]) if front else adapter
 

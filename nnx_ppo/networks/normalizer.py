@@ -27,17 +27,12 @@ class Normalizer(StatefulModule):
       shape: shape of one input without the batch axis (an int, a tuple or a list of ints), or a pytree of such
         shapes (dicts of tuples, as an environment's `observation_size` may be).
       clip: if given, the output is clipped to [-clip, clip] standard deviations; 5 to 10 are usual.
-      until: if given, the statistics are left as they are once they have seen this many inputs. Statistics that move
-        on change what the policy sees, which a policy whose learning rate has decayed can no longer follow.
     """
 
-    def __init__(self, shape: Any, clip: float | None = None, until: int | None = None):
+    def __init__(self, shape: Any, clip: float | None = None):
         if clip is not None and not clip > 0:
             raise ValueError(f"Normalizer got clip={clip!r}; a number above 0, or None for no clipping, is accepted.")
-        if until is not None and not until > 0:
-            raise ValueError(f"Normalizer got until={until!r}; a number of inputs above 0, or None, is accepted.")
         self.clip = clip
-        self.until = until
         shapes = plain_containers(shape)
         self.mean = NormalizerStatistics(map_shapes(jnp.zeros, shapes))
         self.variance = NormalizerStatistics(map_shapes(jnp.ones, shapes))
@@ -58,10 +53,8 @@ class Normalizer(StatefulModule):
         """Merge the inputs of a rollout, leaves [time, batch, *feature], into the running statistics."""
         leaves = jax.tree.leaves(rollout_extras)
         n = leaves[0].shape[0] * leaves[0].shape[1]
-        seen = self.counter.get_value()
-        taken = n if self.until is None else jnp.where(seen < self.until, n, 0)
-        count = seen + taken
-        weight = taken / count
+        count = self.counter.get_value() + n
+        weight = n / count
 
         def merge(mean: jax.Array, variance: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
             return merge_moments(mean, variance, batch.mean((0, 1)), batch.var((0, 1)), weight)
