@@ -61,10 +61,10 @@ TASK = Task(
         scores=(833.9, 857.2, 846.2),
         seeds=(0, 1, 2),
         steps=4_005_888,
-        minutes=2.8,
+        minutes=3.8,
         device="2 cores of an Intel Xeon, native physics",
         date="2026-11-29",
-        versions={"python": "3.11", "jax": "0.10.2", "flax": "0.12.8", "mujoco": "4.0.0"},
+        versions={"python": "3.11", "jax": "0.10.2", "flax": "0.12.8", "mujoco": "4.0.0", "code": "22e2f42"},
         command="uv run scripts/train.py --task cartpole_swingup --seed 0",
     ),
 )
