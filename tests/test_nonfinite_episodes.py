@@ -124,8 +124,12 @@ def test_the_kept_steps_are_those_that_led_there(task, physics):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-@pytest.mark.parametrize("physics", ["native", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "physics", ["native", pytest.param("jax", marks=pytest.mark.slow), pytest.param("warp", marks=pytest.mark.warp)]
+)
 def test_a_poisoned_state_of_one_environment_restarts_it_and_leaves_the_others_alone_to_the_bit(task, physics, poison):
+    if physics == "warp":
+        pytest.importorskip("warp")
     env = task.make_env(physics)
     state = initial_training_state(env, task.make_networks(env, nnx.Rngs(0)), CONFIG)
     data = state.env_states.data

@@ -122,7 +122,7 @@ def test_an_observation_may_be_a_tree(tmp_path):
     np.testing.assert_allclose(policy(jax.tree.map(lambda x: x[1], obs)), expected[1], rtol=1e-5)
 
 
-def test_an_observation_may_be_a_tuple_or_a_list_of_numbers(tmp_path):
+def test_an_observation_may_be_a_tuple_and_another_shape_is_refused_with_the_right_one(tmp_path):
     run, networks = make_run(tmp_path, SHAPE="((2,), (1,))", OBS="(jnp.zeros(2), jnp.zeros(1))")
     policy = load_policy(run)
     obs = (jnp.ones((4, 2)), jnp.ones((4, 1)))
