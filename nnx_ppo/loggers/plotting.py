@@ -88,6 +88,8 @@ def plot_learning_curve(
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.set_xlim(left=0)
+    if x == "steps" and axes.get_xlim()[1] < 1:  # Only the evaluation of the start, at step 0.
+        axes.set_xlim(right=1)
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
