@@ -32,6 +32,7 @@ from tasks.launch.command_line import (
     parse,
 )
 from tasks.launch.compilation_cache import use_compilation_cache
+from tasks.launch.devices import devices_of_run, split_cpu
 from tasks.launch.interrupt import StopOnSignal
 from tasks.launch.nonfinite import NonFiniteEpisodes
 from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
@@ -73,15 +74,17 @@ def train(command: Command, console: Console, started: float) -> int:
         from nnx_ppo.networks.functional import build
 
         use_compilation_cache()
+        split_cpu(command.options.devices, command.options.physics)
         env = build_env(command)
+        devices = devices_of_run(command.options.devices, env, config.ppo.n_envs)
         networks = build(lambda: task.make_networks(env, nnx.Rngs(config.seed)))
         if command.resumed:
             record = run.read_record()
         else:
-            record = new_record(command, env)
+            record = new_record(command, env, devices)
             run.create(record, git_diff(code_folder(command)))
     with run.locked():
-        return train_in(run, command, env, networks, record, console, started)
+        return train_in(run, command, env, networks, devices, record, console, started)
 
 
 def train_in(
@@ -89,6 +92,7 @@ def train_in(
     command: Command,
     env: Any,
     networks: Any,
+    devices: list[Any],
     record: RunRecord,
     console: Console,
     started: float,
@@ -104,7 +108,7 @@ def train_in(
     if command.resumed:
         run.write_record(record)
     wandb_mode = command.options.wandb or default_wandb_mode(command.options.smoke)
-    rows = header(command, run, before, env, networks, wandb_mode)
+    rows = header(command, run, before, env, networks, report.device_line(devices), wandb_mode)
     report.show_header(console, task.name, task.summary, rows, describe(networks))
 
     stop = StopOnSignal()
@@ -113,7 +117,9 @@ def train_in(
         try:
             checkpoint_fn = make_checkpoints(command, run, record, summary)
             nonfinite_fn = NonFiniteEpisodes(run.nonfinite, env, command_to_copy(script_beside("replay.py")))
-            result = run_training(command, env, networks, initial_state, logger, checkpoint_fn, nonfinite_fn, stop)
+            result = run_training(
+                command, env, networks, devices, initial_state, logger, checkpoint_fn, nonfinite_fn, stop
+            )
         except (FloatingPointError, CheckpointError) as error:  # The message says what became non-finite, and when.
             summary.__exit__()
             console.print(Text.assemble(("training failed: ", "bold red"), str(error)), soft_wrap=True)
@@ -142,6 +148,7 @@ def run_training(
     command: Command,
     env: Any,
     networks: Any,
+    devices: list[Any],
     initial_state: "TrainingState | None",
     logger: "Logger",
     checkpoint_fn: "CheckpointWriter",
@@ -160,6 +167,7 @@ def run_training(
         initial_state=initial_state,
         stop_fn=stop,
         nonfinite_fn=nonfinite_fn,
+        devices=devices,
     )
 
 
@@ -229,7 +237,7 @@ def restore(command: Command, networks: Any) -> "tuple[TrainingState | None, int
     return loaded["training_state"], loaded["step"]
 
 
-def new_record(command: Command, env: Any) -> RunRecord:
+def new_record(command: Command, env: Any, devices: list[Any]) -> RunRecord:
     """What `config.json` will say."""
     from nnx_ppo.loggers.provenance import git_state, versions
 
@@ -241,12 +249,13 @@ def new_record(command: Command, env: Any) -> RunRecord:
         command=tuple(sys.argv[:1]) + command.argv,
         versions=versions(),
         git=git_state(code_folder(command)),
-        device=report.device_line(),
+        device=report.device_line(devices),
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         wandb_id=secrets.token_hex(4),
         observation_size=getattr(env, "observation_size", None),
         action_size=getattr(env, "action_size", None),
         keep_checkpoints=command.options.keep_checkpoints,
+        devices=command.options.devices,
     )
 
 
@@ -257,6 +266,7 @@ def as_it_goes_on(record: RunRecord, command: Command, env: Any) -> RunRecord:
         config=command.config,
         physics=getattr(env, "impl", None),
         keep_checkpoints=command.options.keep_checkpoints,
+        devices=command.options.devices,
     )
 
 
@@ -266,7 +276,7 @@ def code_folder(command: Command) -> Path:
 
 
 def header(
-    command: Command, run: RunFolder, record: RunRecord, env: Any, networks: Any, wandb_mode: str
+    command: Command, run: RunFolder, record: RunRecord, env: Any, networks: Any, device: str, wandb_mode: str
 ) -> dict[str, str]:
     """Name and value of each line that a run starts with."""
     from nnx_ppo.loggers.provenance import git_state, versions
@@ -275,7 +285,7 @@ def header(
     batch = config.ppo.n_envs * config.ppo.rollout_length
     rows = {
         "seed": str(config.seed),
-        "device": report.device_line(),
+        "device": device,
         "physics": report.physics_line(env),
         "network": report.parameter_line(networks),
         "training": f"{config.ppo.total_steps:,} steps, {batch:,} in each iteration "

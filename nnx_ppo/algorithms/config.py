@@ -106,7 +106,8 @@ class PPOConfig:
     logging_percentiles: tuple[float, ...] | None = None
     """If set, vector metrics become these percentiles instead of mean and standard deviation."""
     learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "constant"
-    """linear: to zero at total_steps. adaptive: up or down after each iteration to end it near target_kl."""
+    """linear: to zero at total_steps, and the normalizer's statistics come to rest with it. adaptive: up or down after
+    each iteration to end it near target_kl."""
     target_kl: float | None = None
     """Divergence from the policy that collected the data that an adaptive learning rate aims at (0.01 is usual)."""
     reward_scaling: float = 1.0

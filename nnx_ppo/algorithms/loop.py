@@ -22,6 +22,7 @@ from flax import nnx
 
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, TrainConfig
+from nnx_ppo.algorithms.devices import replicate, spread_state
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.metrics import Packed, evaluation_metrics, pack, unpack
 from nnx_ppo.algorithms.types import LogFn, NonFiniteEpisode, StopFn, TrainingState, TrainResult, VideoData
@@ -307,13 +308,13 @@ class TrainingLoop:
         graphdef = functional.evaluation_graphdef(state.graphdef, state.params, state.variables)
         network = (state.params, state.variables, state.rng_key)
         programs: dict[str, Any] = {
-            "training": (jax.jit(functools.partial(_train, self.programs.train), donate_argnums=0), (state,))
+            "training": (jax.jit(functools.partial(train_and_pack, self.programs.train), donate_argnums=0), (state,))
         }
         for action in self.actions:
             if action.every_steps <= 0:
                 continue
             if action.name == "evaluation":
-                program = functools.partial(_evaluate, env, self.config.eval, graphdef)
+                program = functools.partial(evaluate_and_pack, env, self.config.eval, graphdef)
                 programs["evaluation"] = (jax.jit(program), network)
             if action.name == "video":
                 program = functools.partial(rollout.record_episode, env, self.config.video.episode_length, graphdef)
@@ -408,9 +409,10 @@ def compile_programs(programs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     return {name: future.result for name, future in futures.items()}
 
 
-def _train(
+def train_and_pack(
     step: Callable[[TrainingState], tuple[TrainingState, dict[str, Any]]], state: TrainingState
 ) -> tuple[TrainingState, Packed]:
+    """An iteration; what the host is to know of it, metrics and health, comes as little as possible to transfer."""
     state, metrics = step(state)
     replay = {"replay": metrics.pop("replay")} if "replay" in metrics else {}
     health = replay | {
@@ -418,11 +420,12 @@ def _train(
         "skipped_updates": state.skipped_updates,
         "nonfinite_source": state.nonfinite_source,
     }
-    return state, pack((metrics, health))
+    return spread_state(state), replicate(pack((metrics, health)))
 
 
-def _evaluate(
+def evaluate_and_pack(
     env: Any, config: EvalConfig, graphdef: nnx.GraphDef, params: nnx.State, variables: nnx.State, key: jax.Array
 ) -> tuple[Packed, jax.Array]:
+    """The metrics of an evaluation, and the environment steps that it took."""
     episodes = rollout.evaluate(env, config, graphdef, params, variables, key)
-    return pack(evaluation_metrics(episodes, config.logging_percentiles)), jnp.sum(episodes.lifespan)
+    return replicate((pack(evaluation_metrics(episodes, config.logging_percentiles)), jnp.sum(episodes.lifespan)))

@@ -287,7 +287,7 @@ def pack(tree: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The tree that was packed, of a `Packed` on the host."""
-    words, others = iter(np.asarray(packed.words)), iter(packed.others)
+    """The tree that was packed, of a `Packed` on the host; leading axes (packed under `vmap`) come back too."""
+    words, others = iter(np.moveaxis(np.asarray(packed.words), -1, 0)), iter(packed.others)
     leaves = [next(others) if dtype is None else next(words).view(dtype) for dtype in packed.dtypes]
     return jax.tree.unflatten(packed.structure, leaves)

@@ -44,9 +44,14 @@ def schedule_learning_rate(
     """The optimizer state at the start of an iteration: a linear schedule goes from full to zero at total_steps."""
     if config.learning_rate_schedule != "linear":
         return optimizer_state
+    rate = config.learning_rate * scheduled_share(config, iteration)
+    return optax.tree_utils.tree_set(optimizer_state, learning_rate=rate)
+
+
+def scheduled_share(config: PPOConfig, iteration: Int[Array, ""]) -> Float[Array, ""]:
+    """What is left of a linear schedule at an iteration, from 1 to 0."""
     iterations = max(1, -(-config.total_steps // (config.n_envs * config.rollout_length)))
-    remaining = jnp.clip(1.0 - iteration / iterations, 0.0, 1.0)
-    return optax.tree_utils.tree_set(optimizer_state, learning_rate=config.learning_rate * remaining)
+    return jnp.clip(1.0 - iteration / iterations, 0.0, 1.0)
 
 
 def adapt_learning_rate(config: PPOConfig, optimizer_state: optax.OptState, kl: Float[Array, ""]) -> optax.OptState:

@@ -10,7 +10,7 @@ environments. The loop around it, which decides when to evaluate, record, save a
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
+from nnx_ppo.algorithms.devices import place_state, replicate, spread, spread_state, use_devices
 from nnx_ppo.algorithms.keys import Stream, keys_of_rows, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
@@ -31,6 +32,7 @@ from nnx_ppo.algorithms.optimizer import (
     make_optimizer,
     new_optimizer_state,
     schedule_learning_rate,
+    scheduled_share,
 )
 from nnx_ppo.algorithms.returns import gae
 from nnx_ppo.algorithms.tree_paths import flatten
@@ -64,6 +66,7 @@ def train_ppo(
     initial_state: TrainingState | None = None,
     stop_fn: StopFn | None = None,
     nonfinite_fn: Callable[[NonFiniteEpisode], object] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> TrainResult:
     """Train `networks` in `env`; afterwards (also after an exception) `networks` holds what was learned.
 
@@ -84,12 +87,13 @@ def train_ppo(
         device need not wait for the host between iterations.
       nonfinite_fn: called after an iteration in which an environment went non-finite, with its last states and
         actions, if the environment has `replay_record` (`MjxEnv` does). Keeps that record of every step of a rollout.
+      devices: spread the environments over these, such as `jax.devices()`; None takes JAX's default device.
 
     Returns:
       The final state, the metrics of the last iteration and the history of evaluations.
 
     Raises:
-      ValueError: the network does not fit the environment's observation.
+      ValueError: the network does not fit the environment's observation, or `n_envs` the number of devices.
       TypeError: the environment's step changes the shape or type of its state.
       NonFiniteError: too many updates in a row had a non-finite gradient.
     """
@@ -98,32 +102,33 @@ def train_ppo(
         config = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, total_steps=total_steps))
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
-    if initial_state is None:
-        program, inputs = lower_initial_state(env, networks, config)
-        state, first_state = program.out_info, lambda: program.compile()(*inputs)
-    else:
-        state, first_state = with_env_states(env, initial_state, config.ppo), None
-    keep_replay = nonfinite_fn is not None and has_replay_record(env, state.env_states)
-    return run_training(
-        Programs(
-            train=functools.partial(ppo_step, env, config.ppo, keep_replay=keep_replay),
-            eval_env=eval_env if eval_env is not None else env,
-            steps_per_iteration=config.ppo.n_envs * config.ppo.rollout_length,
-            total_steps=config.ppo.total_steps,
-            max_skipped_updates=config.ppo.max_skipped_updates,
-            nonfinite_names=NONFINITE_NAMES,
-        ),
-        config,
-        state,
-        networks,
-        resumed=initial_state is not None and initial_state.steps_taken > 0,
-        log_fn=log_fn,
-        video_fn=video_fn,
-        checkpoint_fn=checkpoint_fn,
-        stop_fn=stop_fn,
-        first_state=first_state,
-        nonfinite_fn=nonfinite_fn,
-    )
+    with use_devices(devices, config.ppo):
+        if initial_state is None:
+            program, inputs = lower_initial_state(env, networks, config)
+            state, first_state = place_state(program.out_info), lambda: program.compile()(*inputs)
+        else:
+            state, first_state = place_state(with_env_states(env, initial_state, config.ppo)), None
+        keep_replay = nonfinite_fn is not None and has_replay_record(env, state.env_states)
+        return run_training(
+            Programs(
+                train=functools.partial(ppo_step, env, config.ppo, keep_replay=keep_replay),
+                eval_env=eval_env if eval_env is not None else env,
+                steps_per_iteration=config.ppo.n_envs * config.ppo.rollout_length,
+                total_steps=config.ppo.total_steps,
+                max_skipped_updates=config.ppo.max_skipped_updates,
+                nonfinite_names=NONFINITE_NAMES,
+            ),
+            config,
+            state,
+            networks,
+            resumed=initial_state is not None and initial_state.steps_taken > 0,
+            log_fn=log_fn,
+            video_fn=video_fn,
+            checkpoint_fn=checkpoint_fn,
+            stop_fn=stop_fn,
+            first_state=first_state,
+            nonfinite_fn=nonfinite_fn,
+        )
 
 
 def default_config() -> TrainConfig:
@@ -145,7 +150,7 @@ def ppo_step(
     state, transitions = rollout.unroll(env, config, state, keep_replay)
     advantages, targets = estimate_advantages(config, state, transitions)
     state, update_metrics = update(config, state, start.network_states, transitions, advantages, targets)
-    state = update_statistics(state, transitions)
+    state = update_statistics(config, state, transitions)
     state = state.replace(
         iteration=state.iteration + 1,
         steps=add_steps(state.steps, config.n_envs * config.rollout_length),
@@ -203,7 +208,7 @@ class Minibatch(Replaceable):
         """The sequences of some environments."""
         carry = jax.tree.map(lambda x: x[rows], self.network_states)
         sequences = jax.tree.map(lambda x: x[:, rows], self.replace(network_states=()))
-        return sequences.replace(network_states=carry)
+        return spread(sequences, axis=1).replace(network_states=spread(carry))
 
 
 def update(
@@ -224,6 +229,8 @@ def update(
         done=transitions.done,
         network_states=network_states,
     )
+    # Each minibatch takes its environments from everywhere.
+    batch = replicate(batch)
     optimizer = make_optimizer(config)
     key = stream_key(state.rng_key, Stream.SHUFFLE, state.iteration)
     # Sorting random words shuffles; jax.random.permutation sorts several times and takes longer to compile.
@@ -398,11 +405,20 @@ def mean_entropy(output: Any) -> Float[Array, ""]:
     return -sum(jnp.mean(head) for head in jax.tree.leaves(output.loglikelihoods))  # type: ignore[return-value]
 
 
-def update_statistics(state: TrainingState, transitions: Transition) -> TrainingState:
-    """Let the network fold what the rollout saw into its statistics."""
+def update_statistics(config: PPOConfig, state: TrainingState, transitions: Transition) -> TrainingState:
+    """Let the network fold what the rollout saw into its statistics.
+
+    Whenever what normalises their input moves, actor and critic have to learn anew what they knew. A learning rate on
+    its way to zero cannot keep up, so statistics come to rest as it does: they go its share of every step.
+    """
     network = functional.merge(state.graphdef, state.params, state.variables)
     network.update_statistics(transitions.rollout_extras)
-    return state.replace(variables=functional.split(network)[2])
+    variables = functional.split(network)[2]
+    if config.learning_rate_schedule == "linear":
+        share = scheduled_share(config, state.iteration)
+        move = lambda old, new: old + share * (new - old) if jnp.issubdtype(new.dtype, jnp.floating) else new
+        variables = jax.tree.map(move, state.variables, variables)
+    return state.replace(variables=variables)
 
 
 # --- the first state ------------------------------------------------------------------------------------------
@@ -424,32 +440,35 @@ def lower_initial_state(env: RLEnv, networks: StatefulModule, config: TrainConfi
     """
     graphdef, params, variables = functional.split(networks)
     graphdef = functional.training_graphdef(graphdef, params, variables)
-
-    @jax.jit
-    def first_state(key: jax.Array, params: nnx.State, variables: nnx.State) -> TrainingState:
-        env_states = first_env_states(env, key, config.ppo.n_envs)
-        network_states = functional.merge(graphdef, params, variables).initialize_state(config.ppo.n_envs)
-        out = jax.eval_shape(
-            lambda *args: functional.apply(graphdef, *args)[0], params, variables, network_states, env_states.obs
-        )
-        rollout.check_step_keeps_shapes(env, env_states, out.output.actions)
-        return TrainingState(
-            params=params,
-            variables=variables,
-            optimizer=new_optimizer_state(config.ppo, params),
-            network_states=network_states,
-            env_states=env_states,
-            rng_key=key,
-            iteration=jnp.zeros((), jnp.int32),
-            steps=jnp.zeros(2, jnp.uint32),
-            skipped_updates=jnp.zeros((), jnp.int32),
-            nonfinite_source=jnp.zeros((), jnp.int32),
-            nonfinite_steps=jnp.zeros((), jnp.uint32),
-            graphdef=graphdef,
-        )
-
     inputs = (run_key(config.seed), params, variables)
-    return first_state.lower(*inputs), inputs
+    return jax.jit(functools.partial(first_training_state, env, config.ppo, graphdef)).lower(*inputs), inputs
+
+
+def first_training_state(
+    env: RLEnv, config: PPOConfig, graphdef: nnx.GraphDef, key: jax.Array, params: nnx.State, variables: nnx.State
+) -> TrainingState:
+    """`initial_training_state` of a network in training mode that is split already; pure."""
+    env_states = first_env_states(env, key, config.n_envs)
+    network_states = functional.merge(graphdef, params, variables).initialize_state(config.n_envs)
+    out = jax.eval_shape(
+        lambda *args: functional.apply(graphdef, *args)[0], params, variables, network_states, env_states.obs
+    )
+    rollout.check_step_keeps_shapes(env, env_states, out.output.actions)
+    state = TrainingState(
+        params=params,
+        variables=variables,
+        optimizer=new_optimizer_state(config, params),
+        network_states=network_states,
+        env_states=env_states,
+        rng_key=key,
+        iteration=jnp.zeros((), jnp.int32),
+        steps=jnp.zeros(2, jnp.uint32),
+        skipped_updates=jnp.zeros((), jnp.int32),
+        nonfinite_source=jnp.zeros((), jnp.int32),
+        nonfinite_steps=jnp.zeros((), jnp.uint32),
+        graphdef=graphdef,
+    )
+    return spread_state(state)
 
 
 def new_training_state(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig
 from nnx_ppo.algorithms.keys import Stream, keys_of_rows, stream_key
 from nnx_ppo.algorithms.types import Replaceable, TrainingState, Transition
+from nnx_ppo.algorithms.vectorize import vectorize
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.functional import reset_carry, tree_where
 from nnx_ppo.networks.recording import extract_activations, with_recording
@@ -56,14 +57,16 @@ def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
 
 def _checked_reset(env: Any, keys: PRNGKeyArray) -> tuple[Any, Bool[Array, " batch"]]:
     """Fresh initial states, and which of them had to be replaced because they were not finite."""
-    states = jax.vmap(functools.partial(_reset, _Same(env)))(keys)
+    states = vectorize(functools.partial(_reset, _Same(env)), keys, lanes=getattr(env, "lanes", None))
     bad = nonfinite_rows(states)
     return _replace_rows(states, bad), bad
 
 
 def step(env: Any, env_states: Any, actions: Any) -> Any:
     """One step of every environment; leaves keep the dtypes they had."""
-    next_states = jax.vmap(functools.partial(_step, _Same(env)))(env_states, actions)
+    next_states = vectorize(
+        functools.partial(_step, _Same(env)), env_states, actions, lanes=getattr(env, "lanes", None)
+    )
     return _like_tree(next_states, env_states)
 
 

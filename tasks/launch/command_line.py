@@ -45,6 +45,8 @@ class Options:
     """Run folder, which must not exist yet. None: runs/<task>/<time>-<seed>."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Continue this run folder from its last checkpoint, with its task, seed and configuration."""
+    devices: int | None = None
+    """Share the environments out among so many GPUs or CPU cores. None: one GPU; with MJX on a CPU every core."""
     keep_checkpoints: int | None = 3
     """How many of the newest checkpoints stay, besides the one of the best evaluation return. None: all."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = dataclasses.field(default_factory=TrainConfig)
@@ -162,7 +164,7 @@ def _parse_resumed(argv: list[str], path: Path) -> Command:
     if (name := _value_of("--task", argv)) not in (None, record.task):
         raise UsageError(f"--task {name} with --resume {path}, which is a run of {record.task}: leave --task out.")
     defaults = Options(task=record.task, physics=record.physics, config=record.config)  # type: ignore[arg-type]
-    defaults = dataclasses.replace(defaults, keep_checkpoints=record.keep_checkpoints)
+    defaults = dataclasses.replace(defaults, keep_checkpoints=record.keep_checkpoints, devices=record.devices)
     options = _tyro(argv, defaults, f"Continue {path}. The defaults shown are its configuration.")
     refused = kept_on_resume(changed_fields(record.config, options.config))
     refused += ["out"] if options.out is not None else []
@@ -210,6 +212,8 @@ def _tyro(argv: list[str], defaults: Options, description: str) -> Options:
             f"--keep-checkpoints {options.keep_checkpoints}: keep at least 1, or None for all. To write none at all, "
             "use --checkpoint-every-steps 0."
         )
+    if options.devices is not None and options.devices < 1:
+        raise UsageError(f"--devices {options.devices}: at least 1, or leave it out.")
     return options
 
 

@@ -1,6 +1,5 @@
 """What a run shows before and after its progress: a header and a footer."""
 
-import os
 import textwrap
 import time
 from collections import defaultdict
@@ -27,15 +26,14 @@ def show_header(console: Console, title: str, summary: str, rows: Mapping[str, s
     console.print()
 
 
-def device_line() -> str:
-    """What JAX computes on."""
-    import jax
+def device_line(devices: Sequence[Any]) -> str:
+    """What a run computes on."""
+    from envs.physics import available_cpus
 
-    devices = jax.devices()
+    count = len(devices)
     if devices[0].platform == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return f"cpu ({cores} cores)"
-    return f"{devices[0].device_kind}" + (f" x {len(devices)}" if len(devices) > 1 else "")
+        return f"cpu ({available_cpus()} cores" + (f", {count} devices)" if count > 1 else ")")
+    return devices[0].device_kind + (f" x {count}" if count > 1 else "")
 
 
 def physics_line(env: Any) -> str:

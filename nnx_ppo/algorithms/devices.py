@@ -1,0 +1,90 @@
+"""Training on several devices: each steps its share of the environments and holds all parameters.
+
+`ppo_step` is written for all environments and compiled for all devices at once; this file says where arrays lie. XLA
+puts in what the devices have to tell each other: the rollout once per iteration, a gradient at each update. The numbers
+are those of a single device, except for the order in which sums are added up.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from nnx_ppo.algorithms.config import PPOConfig
+from nnx_ppo.algorithms.types import TrainingState
+
+ENVS = "envs"
+"""The axis of the mesh that environments are spread over."""
+
+
+def use_devices(devices: Sequence[Any] | None, config: PPOConfig) -> contextlib.AbstractContextManager[Any]:
+    """Within this context programs are made for these devices; None or a single one leaves JAX's default.
+
+    Raises:
+      ValueError: `n_envs` cannot be shared out evenly.
+    """
+    if devices is None or list(devices) == jax.devices()[:1]:
+        return contextlib.nullcontext()
+    if len(devices) == 1:
+        return jax.default_device(devices[0])
+    if config.n_envs % len(devices):
+        nearest = max(1, round(config.n_envs / len(devices))) * len(devices)
+        raise ValueError(
+            f"n_envs={config.n_envs} environments cannot be shared out evenly among {len(devices)} devices. Use for "
+            f"example n_envs={nearest}."
+        )
+    return jax.set_mesh(Mesh(np.asarray(devices), (ENVS,)))
+
+
+def mesh_in_use() -> AbstractMesh | None:
+    """The mesh of `use_devices`, if there is more than one device; also while a program is being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if ENVS in mesh.axis_names else None
+
+
+def spread(tree: Any, axis: int = 0) -> Any:
+    """Within a program: spread an axis of every leaf over the devices. Where it cannot be, each device has it all."""
+    mesh = mesh_in_use()
+    if mesh is None:
+        return tree
+
+    def constrain(x: jax.Array) -> jax.Array:
+        even = x.ndim > axis and x.shape[axis] % mesh.size == 0
+        spec = PartitionSpec(*[None] * axis, ENVS) if even else PartitionSpec()
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(constrain, tree)
+
+
+def replicate(tree: Any) -> Any:
+    """Within a program: let every device have all of it."""
+    mesh = mesh_in_use()
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def spread_state(state: TrainingState) -> TrainingState:
+    """Within a program: environments and their carries spread, the rest everywhere."""
+    return replicate(state.replace(env_states=(), network_states=())).replace(
+        env_states=spread(state.env_states), network_states=spread(state.network_states)
+    )
+
+
+def place_state(state: TrainingState) -> TrainingState:
+    """Outside a program: `spread_state` for arrays, and for the shapes of arrays that are still to come."""
+    if mesh_in_use() is None:
+        return state
+    mesh = jax.sharding.get_mesh()
+
+    def put(x: Any, spec: PartitionSpec) -> Any:
+        # XLA does not share out an array of no values.
+        sharding = NamedSharding(mesh, spec if x.size else PartitionSpec())
+        if isinstance(x, jax.Array):
+            return jax.device_put(x, sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    everywhere = jax.tree.map(lambda x: put(x, PartitionSpec()), state.replace(env_states=(), network_states=()))
+    rows = jax.tree.map(lambda x: put(x, PartitionSpec(ENVS)), (state.env_states, state.network_states))
+    return everywhere.replace(env_states=rows[0], network_states=rows[1])

@@ -1,0 +1,84 @@
+"""Many environments from a function of one: `jax.vmap`, laid out for the hardware that runs it."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from nnx_ppo.algorithms.devices import ENVS, mesh_in_use
+
+LANES = 64
+"""Environments that a CPU steps together, where their step has a loop that runs until it has converged.
+
+Such a loop runs as long as its slowest environment needs, and what XLA keeps in a CPU's cache for 64 of MJX's models
+it has to fetch from memory for 128: on two cores, 256 hoppers in chunks of 64 step five times as fast as together.
+"""
+
+
+def vectorize(function: Callable[..., Any], *args: Any, lanes: int | None = None) -> Any:
+    """`jax.vmap(function)(*args)`.
+
+    On a CPU, a function with an open-ended loop (MJX's constraint solver has several) runs on chunks of `lanes`
+    environments. Everything else, and every other kind of device, takes all environments at once. Several devices
+    (`use_devices`) take an equal share each.
+
+    Args:
+      function: of one environment, pure.
+      *args: its arguments with a leading axis [batch].
+      lanes: environments in a chunk; None takes `LANES`.
+    """
+    mesh = mesh_in_use()
+    if mesh is not None and jax.tree.leaves(args)[0].shape[0] % mesh.size == 0:
+        # Left to itself, XLA lets every device call the native engine for all environments.
+        share = functools.partial(_on_one_device, function, lanes)
+        rows = PartitionSpec(ENVS)
+        return jax.shard_map(share, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(*args)
+    return _on_one_device(function, lanes, *args)
+
+
+def _on_one_device(function: Callable[..., Any], lanes: int | None, *args: Any) -> Any:
+    batched = jax.vmap(function)
+    n_envs = jax.tree.leaves(args)[0].shape[0]
+    lanes = lanes or LANES
+    if jax.default_backend() != "cpu" or n_envs <= lanes or not has_open_loop(function, *args):
+        return batched(*args)
+    return in_chunks(batched, args, n_envs, lanes)
+
+
+def in_chunks(function: Callable[..., Any], args: Any, n_envs: int, lanes: int) -> Any:
+    """`function(*args)` for equal chunks of at most `lanes` rows, one after another.
+
+    Rows that are missing from the last chunk are filled up with its last row.
+    """
+    n_chunks = math.ceil(n_envs / lanes)
+    width = math.ceil(n_envs / n_chunks)
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x if n_chunks * width == n_envs else x[jnp.minimum(jnp.arange(n_chunks * width), n_envs - 1)]
+        return rows.reshape(n_chunks, width, *x.shape[1:])
+
+    results = jax.lax.map(lambda chunk: function(*chunk), jax.tree.map(split, args))
+    return jax.tree.map(lambda x: x.reshape(n_chunks * width, *x.shape[2:])[:n_envs], results)
+
+
+def has_open_loop(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function of one environment has a loop that ends when something has converged."""
+
+    def row(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=getattr(x.aval, "weak_type", False))
+
+    jaxpr = jax.make_jaxpr(function)(*jax.tree.map(row, args))
+    return any(equation.primitive.name == "while" for equation in equations(jaxpr.jaxpr))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, those of the functions that it calls included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from equations(inner)

@@ -1,0 +1,191 @@
+"""Environments over several devices and in chunks: the same numbers, and each device steps only its share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from probe_envs import Counter, assert_same_bits, assert_same_up_to_rounding, recurrent_actor_critic, two_arm_network
+from probe_envs import TwoArms as TwoArmsEnv
+
+from envs.cartpole import CartpoleSwingup
+from envs.physics import NativePhysics
+from nnx_ppo.algorithms import vectorize as vectorize_module
+from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
+from nnx_ppo.algorithms.ppo import train_ppo
+from nnx_ppo.algorithms.vectorize import has_open_loop, in_chunks, vectorize
+from nnx_ppo.networks.factories import make_mlp_actor_critic
+from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
+
+PPO = PPOConfig(n_envs=8, rollout_length=5, n_minibatches=2, n_epochs=2, total_steps=120, learning_rate=1e-3)
+CONFIG = TrainConfig(ppo=PPO, eval=EvalConfig(n_envs=4, every_steps=40, max_episode_length=9), checkpoint_every_steps=0)
+
+
+def mlp(env):
+    return make_mlp_actor_critic(env.observation_size, env.action_size, [8], [8], nnx.Rngs(0), normalize_obs=True)
+
+
+def recurrent(env):
+    return recurrent_actor_critic(env.observation_size, env.action_size, nnx.Rngs(0))
+
+
+CASES = {
+    "native physics": (lambda: EpisodeWrapper(CartpoleSwingup(physics="native"), 7), mlp),
+    "restarts": (lambda: EpisodeWrapper(Counter(4, random_length=True), 3), mlp),
+    "recurrent": (lambda: EpisodeWrapper(Counter(4, random_length=True), 3), recurrent),
+    "several rewards": (lambda: EpisodeWrapper(TwoArmsEnv(), 7), lambda env: two_arm_network(nnx.Rngs(0))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_devices_train_to_the_same_numbers_as_one(case):
+    make_env, make_network = CASES[case]
+    env, records = make_env(), {}
+    results = {}
+    for n_devices in (1, 2):
+        records[n_devices] = []
+        results[n_devices] = train_ppo(
+            env,
+            make_network(env),
+            CONFIG,
+            log_fn=lambda metrics, steps, n=n_devices: records[n].append(metrics),
+            devices=jax.devices()[:n_devices],
+        )
+    one, two = (results[n].training_state for n in (1, 2))
+    assert_same_up_to_rounding(two.params, one.params)
+    for a, b in zip(jax.tree.leaves(one.env_states.obs), jax.tree.leaves(two.env_states.obs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=2e-3)
+    assert len(records[1]) == len(records[2]) == 4
+    for before, after in zip(records[1], records[2], strict=True):
+        assert before.keys() == after.keys()
+        for name in before:
+            np.testing.assert_allclose(after[name], before[name], rtol=1e-2, atol=1e-4, err_msg=name)
+
+
+def test_each_device_holds_its_share_of_the_environments_and_all_of_the_parameters():
+    env = EpisodeWrapper(Counter(4), 3)
+    state = train_ppo(env, mlp(env), CONFIG, devices=jax.devices()).training_state
+    for leaf in jax.tree.leaves((state.params, state.optimizer)):
+        assert [shard.data.shape for shard in leaf.addressable_shards] == [leaf.shape] * 2
+    for leaf in jax.tree.leaves(state.env_states):
+        assert [shard.data.shape for shard in leaf.addressable_shards] == [(4, *leaf.shape[1:])] * 2
+
+
+def test_each_device_asks_the_native_engine_for_its_share_only(monkeypatch):
+    rows = []
+    run = NativePhysics._run
+
+    def counted(self, n_substeps, state, ctrl, new_state, derived):
+        rows.append(len(new_state))
+        run(self, n_substeps, state, ctrl, new_state, derived)
+
+    monkeypatch.setattr(NativePhysics, "_run", counted)
+    env = EpisodeWrapper(CartpoleSwingup(physics="native"), 1000)
+    config = TrainConfig(ppo=PPO, eval=EvalConfig(enabled=False), checkpoint_every_steps=0)
+    train_ppo(env, mlp(env), config, devices=jax.devices())
+    assert set(rows) == {4}
+    steps_and_reset = PPO.total_steps // PPO.n_envs + 1
+    assert len(rows) >= 2 * steps_and_reset
+
+
+def test_a_run_on_two_devices_continues_to_the_bit():
+    env = EpisodeWrapper(Counter(4, random_length=True), 3)
+    whole = train_ppo(env, mlp(env), CONFIG, devices=jax.devices())
+    half = train_ppo(env, mlp(env), CONFIG, devices=jax.devices(), total_steps=80)
+    on_host = jax.tree.map(jnp.asarray, jax.device_get(half.training_state.replace(rng_key=())))
+    state = on_host.replace(rng_key=half.training_state.rng_key)
+    rest = train_ppo(env, mlp(env), CONFIG, devices=jax.devices(), initial_state=state)
+    assert_same_bits(rest.training_state, whole.training_state)
+
+
+def test_environments_that_cannot_be_shared_out_are_refused_with_a_number_that_can():
+    env = EpisodeWrapper(Counter(4), 3)
+    config = TrainConfig(ppo=PPOConfig(n_envs=7, n_minibatches=1))
+    with pytest.raises(ValueError, match=r"n_envs=7 .* among 2 devices.*n_envs=8"):
+        train_ppo(env, mlp(env), config, devices=jax.devices())
+
+
+def test_a_single_device_that_is_not_the_default_one_is_used():
+    env = EpisodeWrapper(Counter(4), 3)
+    state = train_ppo(env, mlp(env), CONFIG, devices=jax.devices()[1:]).training_state
+    assert {device for leaf in jax.tree.leaves(state) for device in leaf.devices()} == {jax.devices()[1]}
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------
+
+
+def newton_root(x):
+    """The square root of x, by a loop that runs until it has converged."""
+    step = lambda loop: (0.5 * (loop[0] + x / loop[0]), loop[0])
+    return jax.lax.while_loop(lambda loop: jnp.abs(loop[0] - loop[1]) > 1e-6 * loop[0], step, (x, 2 * x))[0]
+
+
+@pytest.mark.parametrize(("n_envs", "lanes", "widths"), [(12, 4, {4}), (11, 4, {4}), (9, 4, {3}), (3, 2, {2})])
+def test_chunks_are_equal_not_wider_than_asked_and_give_what_all_at_once_gives(n_envs, lanes, widths):
+    seen = set()
+
+    def function(tree, y):
+        seen.add(y.shape[0])
+        return {"root": jax.vmap(newton_root)(tree["x"]), "sum": tree["x"] + y.sum(1)}
+
+    x, y = jnp.arange(1.0, n_envs + 1), jnp.arange(2.0 * n_envs).reshape(n_envs, 2)
+    found = in_chunks(function, ({"x": x}, y), n_envs, lanes)
+    assert seen == widths
+    np.testing.assert_allclose(found["root"], np.sqrt(np.arange(1.0, n_envs + 1)), rtol=1e-6)
+    np.testing.assert_allclose(found["sum"], x + y.sum(1))
+
+
+def test_only_a_loop_with_an_open_end_counts_also_inside_of_other_functions():
+    scanned = lambda x: jax.lax.fori_loop(0, 5, lambda i, y: y + x, x)
+    nested = jax.jit(lambda x: jax.lax.cond(x > 0, newton_root, lambda x: x, x))
+    x = jnp.ones(4)
+    assert has_open_loop(newton_root, x)
+    assert has_open_loop(nested, x)
+    assert not has_open_loop(scanned, x)
+    assert not has_open_loop(jnp.sin, x)
+
+
+@pytest.mark.parametrize(("function", "chunked"), [(newton_root, True), (jnp.sin, False)])
+def test_more_environments_than_lanes_are_chunked_where_that_pays(function, chunked, monkeypatch):
+    calls = []
+    monkeypatch.setattr(vectorize_module, "in_chunks", lambda *args: calls.append(args[2:]) or args[0](*args[1]))
+    vectorize(function, jnp.arange(1.0, 101.0))
+    assert calls == ([(100, vectorize_module.LANES)] if chunked else [])
+    calls.clear()
+    vectorize(function, jnp.arange(1.0, 101.0), lanes=10)
+    assert calls == ([(100, 10)] if chunked else [])
+    calls.clear()
+    vectorize(function, jnp.arange(1.0, vectorize_module.LANES + 1))
+    assert not calls
+
+
+class Rooted(Counter):
+    """A `Counter` whose step has an open-ended loop, and that asks for chunks of two."""
+
+    lanes = 2
+
+    def step(self, state, action):
+        state = super().step(state, action)
+        return state.replace(reward=newton_root(state.reward))
+
+
+def test_an_environment_may_say_how_many_of_it_a_cpu_steps_together(monkeypatch):
+    asked = []
+    chunks = vectorize_module.in_chunks
+    monkeypatch.setattr(vectorize_module, "in_chunks", lambda *args: asked.append(args[2:]) or chunks(*args))
+    env = EpisodeWrapper(Rooted(4), 3)
+    config = TrainConfig(ppo=PPO, eval=EvalConfig(enabled=False), checkpoint_every_steps=0)
+    records = []
+    train_ppo(env, mlp(env), config, log_fn=lambda metrics, steps: records.append(metrics))
+    assert set(asked) == {(8, 2)}
+    train_ppo(env, mlp(env), config, log_fn=lambda metrics, steps: records.append(metrics), devices=jax.devices())
+    assert set(asked) == {(8, 2), (4, 2)}
+    np.testing.assert_allclose(records[0]["losses/total"], records[3]["losses/total"], rtol=1e-4)
+
+
+def test_an_environment_is_traced_as_often_with_chunks_as_without(monkeypatch):
+    env, chunked = Counter(4), Rooted(4)
+    config = TrainConfig(ppo=PPO, eval=EvalConfig(enabled=False), checkpoint_every_steps=0)
+    for each in (env, chunked):
+        train_ppo(EpisodeWrapper(each, 3), mlp(each), config)
+    assert (chunked.reset_traces, chunked.step_traces) == (env.reset_traces, env.step_traces)
