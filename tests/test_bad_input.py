@@ -26,6 +26,7 @@ from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
         ("", r"which task\? Give --task NAME, where NAME is one of humanoid, "),
         ("--task humanoyd", r"no task 'humanoyd' \(did you mean 'humanoid'\?\)\. Accepted: humanoid, "),
         ("--task /no/where.py", r"no task file '/no/where\.py'.*defines TASK = Task"),
+        ("--task humanoid --devices 0", r"--devices 0: at least 1, or leave it out"),
         ("--resume /no/run", r"'/no/run' does not exist, so it is no run folder"),
     ],
 )

@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import jax
 import pytest
 
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig, VideoConfig
 from tasks import load_task, task_names
 from tasks.launch.command_line import UsageError, changed_fields, command_to_copy, parse, smoke_config
 from tasks.launch.compilation_cache import cache_folder
+from tasks.launch.devices import devices_of_run
 from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord, check_disk
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -440,3 +442,42 @@ def test_a_resumed_run_has_its_recorded_configuration_and_may_go_on_longer(tmp_p
         "ppo.total_steps": (512_000, 999),
         "eval.n_envs": (64, 3),
     }
+
+
+# --- devices --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class On:
+    """An environment on some physics engine."""
+
+    impl: str
+
+
+@pytest.mark.parametrize(
+    ("asked", "impl", "n_envs", "expected"),
+    [(None, "native", 8, 1), (None, "jax", 8, 2), (None, "jax", 7, 1), (2, "native", 8, 2), (1, "jax", 8, 1)],
+)
+def test_mjx_on_a_cpu_is_shared_out_among_its_cores_and_everything_else_only_on_request(asked, impl, n_envs, expected):
+    assert devices_of_run(asked, On(impl), n_envs) == jax.devices()[:expected]
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_envs", "message"),
+    [(3, 9, r"--devices 3: JAX sees 2 "), (2, 9, r"--devices 2 cannot share 9 .* --ppo\.n-envs 8")],
+)
+def test_devices_that_are_not_there_or_do_not_share_evenly_are_refused(asked, n_envs, message):
+    with pytest.raises(UsageError, match=message):
+        devices_of_run(asked, On("native"), n_envs)
+
+
+def test_a_run_on_two_devices_says_so_and_goes_on_there(tmp_path):
+    (tmp_path / "point.py").write_text(POINT_TASK)
+    run = train("--task", "point.py", "--smoke", "--devices", "2", "--out", "run", cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"device +cpu \(\d+ cores, 2 devices\)", run.stdout)
+    steps = steps_logged(tmp_path / "run")
+    on = train("--resume", "run", "--ppo.total-steps", str(2 * steps[-1]), cwd=tmp_path)
+    assert on.returncode == 0, on.stdout + on.stderr
+    assert ", 2 devices)" in on.stdout
+    assert steps_logged(tmp_path / "run")[-1] == 2 * steps[-1]

@@ -26,6 +26,7 @@ from nnx_ppo.algorithms.devices import replicate, spread_state
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.metrics import Packed, evaluation_metrics, pack, unpack
 from nnx_ppo.algorithms.types import LogFn, NonFiniteEpisode, StopFn, TrainingState, TrainResult, VideoData
+from nnx_ppo.algorithms.vectorize import has_callback
 from nnx_ppo.algorithms.video_worker import VideoWorker, stack_frames
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.types import StatefulModule
@@ -404,7 +405,13 @@ def compile_programs(programs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     A compiled program refuses arguments of other shapes or types, so nothing is ever traced again unnoticed.
     """
     pool = ThreadPoolExecutor(max_workers=len(programs), thread_name_prefix="compile")
-    futures = {name: pool.submit(jitted.lower(*args).compile) for name, (jitted, args) in programs.items()}
+    futures = {}
+    for name, (jitted, args) in programs.items():
+        traced = jitted.trace(*args)
+        # Evaluation on the native engine spends its time there: optimising the rest would only delay the start.
+        quick = name != "training" and has_callback(traced.jaxpr)
+        compile_program = functional.compile_quickly if quick else jax.stages.Lowered.compile
+        futures[name] = pool.submit(compile_program, traced.lower())
     pool.shutdown(wait=False)
     return {name: future.result for name, future in futures.items()}
 

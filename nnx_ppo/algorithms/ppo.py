@@ -105,7 +105,7 @@ def train_ppo(
     with use_devices(devices, config.ppo):
         if initial_state is None:
             program, inputs = lower_initial_state(env, networks, config)
-            state, first_state = place_state(program.out_info), lambda: program.compile()(*inputs)
+            state, first_state = place_state(program.out_info), lambda: functional.compile_quickly(program)(*inputs)
         else:
             state, first_state = place_state(with_env_states(env, initial_state, config.ppo)), None
         keep_replay = nonfinite_fn is not None and has_replay_record(env, state.env_states)
@@ -427,7 +427,7 @@ def update_statistics(config: PPOConfig, state: TrainingState, transitions: Tran
 def initial_training_state(env: RLEnv, networks: StatefulModule, config: TrainConfig) -> TrainingState:
     """The state before the first iteration; all randomness derives from `config.seed`."""
     program, inputs = lower_initial_state(env, networks, config)
-    return program.compile()(*inputs)
+    return functional.compile_quickly(program)(*inputs)
 
 
 def lower_initial_state(env: RLEnv, networks: StatefulModule, config: TrainConfig) -> tuple[jax.stages.Lowered, Any]:

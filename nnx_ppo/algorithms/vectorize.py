@@ -76,6 +76,11 @@ def has_open_loop(function: Callable[..., Any], *args: Any) -> bool:
     return any(equation.primitive.name == "while" for equation in equations(jaxpr.jaxpr))
 
 
+def has_callback(jaxpr: Any) -> bool:
+    """Whether a program calls the host, as the native engine's environments do in every step."""
+    return any("callback" in equation.primitive.name for equation in equations(jaxpr))
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr, those of the functions that it calls included."""
     for equation in jaxpr.eqns:

@@ -23,9 +23,14 @@ def build(make: Callable[[], StatefulModule]) -> StatefulModule:
         graphdefs.append(graphdef)
         return state
 
-    options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    state = jax.jit(initial_values).lower().compile(compiler_options=options)()
+    state = compile_quickly(jax.jit(initial_values).lower())()
     return nnx.merge(graphdefs[0], state)
+
+
+def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile a program that runs once or hardly computes; a CPU's optimising would take longer than it saves."""
+    options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return lowered.compile(compiler_options=options)
 
 
 def split(network: StatefulModule) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:

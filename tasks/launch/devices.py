@@ -1,5 +1,6 @@
 """Which devices a run is spread over: what `--devices` asks for, and the cores of a CPU."""
 
+import contextlib
 import os
 from typing import Any
 
@@ -18,7 +19,9 @@ def split_cpu(asked: int | None, physics: str | None) -> None:
 
     n_devices = asked or (available_cpus() if physics == "jax" else 1)
     if n_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", n_devices)
+        # A task file that computes when it is imported has started JAX already: then there is one device.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", n_devices)
 
 
 def devices_of_run(asked: int | None, env: Any, n_envs: int) -> list[Any]:
@@ -33,8 +36,8 @@ def devices_of_run(asked: int | None, env: Any, n_envs: int) -> list[Any]:
 
     found = jax.devices()
     if asked is None:
-        splits = found[0].platform == "cpu" and getattr(env, "impl", "jax") == "jax"
-        return found[: max(n for n in range(1, len(found) + 1) if n_envs % n == 0)] if splits else found[:1]
+        mjx_on_cpu = found[0].platform == "cpu" and getattr(env, "impl", None) == "jax"
+        return found[: max(n for n in range(1, len(found) + 1) if n_envs % n == 0)] if mjx_on_cpu else found[:1]
     if asked > len(found):
         raise UsageError(
             f"--devices {asked}: JAX sees {len(found)} ({found[0].device_kind}). Give at most that, or leave it out."
