@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib.util
 import io
 import logging
@@ -26,6 +27,7 @@ import math
 import os
 import re
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -36,6 +38,8 @@ import mujoco
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from mujoco.batch import DATA_FIELDS, Batch, SimulationError
+
+from envs import host_call
 
 Impl = Literal["jax", "warp", "native"]
 IMPLS: tuple[Impl, ...] = ("jax", "warp", "native")
@@ -318,16 +322,11 @@ class NativePhysics:
         self._model = copy.copy(mj_model)
         # Auto-reset would silently move an unstable simulation to its default state.
         self._model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_AUTORESET)
-        self._pool = _BatchPool(self._model, self.n_threads, tuple(self.layout.derived_slots))
-        try:
-            with self._pool.batch(1):
-                pass
-        except (ValueError, mujoco.FatalError) as error:
-            raise ValueError(f"physics 'native' cannot simulate this model: {error}") from error
-        self._runs = _copy_plan(self._pool, self.layout)
+        self._engine = _Engine(self._model, self.n_threads, self.layout)
         ctrl = self.layout.state_slots["ctrl"]
         self._ctrl = slice(ctrl.start, ctrl.start + ctrl.size)
-        self._told: set[str] = set()
+        # A compiled program may outlive this object, but then it may make its simulations anew.
+        weakref.finalize(self, self._engine.pool.clear)
 
     def init(self, **state: Any) -> Data:
         """See ``Physics``."""
@@ -348,33 +347,51 @@ class NativePhysics:
             jax.ShapeDtypeStruct((*lead, self.layout.n_state), jnp.float32),
             jax.ShapeDtypeStruct((*lead, self.layout.n_derived), jnp.float32),
         )
-        if jax.default_backend() == "cpu":
-            # Reads and writes XLA's own buffers. pure_callback wraps its arguments in JAX arrays first, which costs
-            # more and, seen with JAX 0.10 and two host devices, can wait forever for a thread to copy them.
-            callback = buffer_callback(
-                functools.partial(self._run_on_buffers, n_substeps), results, vmap_method="expand_dims"
-            )
-            new_state, derived = callback(state, ctrl)
-        else:
+        if jax.default_backend() != "cpu":
             callback = functools.partial(self._run_on_copies, n_substeps)
             new_state, derived = jax.pure_callback(callback, results, state, ctrl, vmap_method="expand_dims")
+        elif host_call.available():
+            # Reads and writes XLA's own buffers, and leaves the program fit for the compilation cache.
+            new_state, derived = host_call.host_call(self._engine.number, n_substeps, results, state, ctrl)
+        else:
+            # The next best. pure_callback wraps its arguments in JAX arrays first, which costs more and, seen with
+            # JAX 0.10 and two host devices, can wait forever for a thread to copy them.
+            callback = functools.partial(self._run_on_buffers, n_substeps)
+            new_state, derived = buffer_callback(callback, results, vmap_method="expand_dims")(state, ctrl)
         return Data(new_state, derived, self.layout)
 
     def _run_on_buffers(self, n_substeps: int, _context: Any, out: tuple[Any, Any], state: Any, ctrl: Any) -> None:
-        self._run(n_substeps, np.asarray(state), np.asarray(ctrl), np.asarray(out[0]), np.asarray(out[1]))
+        self._engine.run(n_substeps, np.asarray(state), np.asarray(ctrl), np.asarray(out[0]), np.asarray(out[1]))
 
     def _run_on_copies(self, n_substeps: int, state: Any, ctrl: Any) -> tuple[np.ndarray, np.ndarray]:
         state, ctrl = np.asarray(state), np.asarray(ctrl)
         lead = np.broadcast_shapes(state.shape[:-1], ctrl.shape[:-1])
         new_state = np.empty((*lead, self.layout.n_state), np.float32)
         derived = np.empty((*lead, self.layout.n_derived), np.float32)
-        self._run(n_substeps, state, ctrl, new_state, derived)
+        self._engine.run(n_substeps, state, ctrl, new_state, derived)
         return new_state, derived
 
-    def _run(
+
+class _Engine:
+    """The host side of ``NativePhysics``: arrays in, arrays out."""
+
+    def __init__(self, model: mujoco.MjModel, n_threads: int, layout: Layout):
+        self.layout = layout
+        self.pool = _BatchPool(model, n_threads, tuple(layout.derived_slots))
+        try:
+            with self.pool.batch(1):
+                pass
+        except (ValueError, mujoco.FatalError) as error:
+            raise ValueError(f"physics 'native' cannot simulate this model: {error}") from error
+        self._runs = _copy_plan(self.pool, layout)
+        self._told: set[str] = set()
+        self.number = _number_of(model, n_threads, layout)
+        host_call.register(self.number, lambda n_substeps, arrays, results: self.run(n_substeps, *arrays, *results))
+
+    def run(
         self, n_substeps: int, state: np.ndarray, ctrl: np.ndarray, new_state: np.ndarray, derived: np.ndarray
     ) -> None:
-        """The host side: ``n_substeps`` of mj_step, or mj_forward if that is 0. NumPy only.
+        """``n_substeps`` of mj_step, or mj_forward if that is 0. NumPy only.
 
         Calling into JAX from here could deadlock.
 
@@ -389,11 +406,11 @@ class NativePhysics:
         count = math.prod(lead)
         if count == 0:
             return
-        with self._pool.batch(count) as batch, np.errstate(all="ignore"):
+        with self.pool.batch(count) as batch, np.errstate(all="ignore"):
             rows = batch.state.reshape(*lead, -1)
             for ours, theirs in self._runs:
                 rows[..., theirs] = state[..., ours]
-            rows[..., self._pool.ctrl] = ctrl
+            rows[..., self.pool.ctrl] = ctrl
             finite = np.isfinite(batch.state.sum(axis=1))
             # MuJoCo prints and logs a warning when its counter leaves zero. Starting at one keeps
             # standard error and the user's folder clean, and the counter still tells.
@@ -464,7 +481,21 @@ class _BatchPool:
         yield batch
         # Not after an exception: what state the batch is in is then unknown.
         with self._lock:
-            free.append(batch)
+            self._free[count].append(batch)
+
+    def clear(self) -> None:
+        """Let go of all batches that are not in use."""
+        with self._lock:
+            self._free.clear()
+
+
+def _number_of(model: mujoco.MjModel, n_threads: int, layout: Layout) -> int:
+    """A number for all that a simulation's results depend on besides its arguments; the same in every process."""
+    content = np.empty(mujoco.mj_sizeModel(model), np.uint8)
+    mujoco.mj_saveModel(model, None, content)
+    digest = hashlib.blake2b(content.tobytes(), digest_size=8)
+    digest.update(repr((mujoco.__version__, n_threads, layout.state, layout.derived)).encode())
+    return int.from_bytes(digest.digest()) >> 1
 
 
 def _copy_plan(pool: _BatchPool, layout: Layout) -> list[tuple[slice, slice]]:

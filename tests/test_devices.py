@@ -8,8 +8,8 @@ from flax import nnx
 from probe_envs import Counter, assert_same_bits, assert_same_up_to_rounding, recurrent_actor_critic, two_arm_network
 from probe_envs import TwoArms as TwoArmsEnv
 
+from envs import physics
 from envs.cartpole import CartpoleSwingup
-from envs.physics import NativePhysics
 from nnx_ppo.algorithms import vectorize as vectorize_module
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.ppo import train_ppo
@@ -73,13 +73,13 @@ def test_each_device_holds_its_share_of_the_environments_and_all_of_the_paramete
 
 def test_each_device_asks_the_native_engine_for_its_share_only(monkeypatch):
     rows = []
-    run = NativePhysics._run
+    run = physics._Engine.run
 
     def counted(self, n_substeps, state, ctrl, new_state, derived):
         rows.append(len(new_state))
         run(self, n_substeps, state, ctrl, new_state, derived)
 
-    monkeypatch.setattr(NativePhysics, "_run", counted)
+    monkeypatch.setattr(physics._Engine, "run", counted)
     env = EpisodeWrapper(CartpoleSwingup(physics="native"), 1000)
     config = TrainConfig(ppo=PPO, eval=EvalConfig(enabled=False), checkpoint_every_steps=0)
     train_ppo(env, mlp(env), config, devices=jax.devices())

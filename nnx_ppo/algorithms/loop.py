@@ -410,8 +410,8 @@ def compile_programs(programs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         traced = jitted.trace(*args)
         # Evaluation on the native engine spends its time there: optimising the rest would only delay the start.
         quick = name != "training" and has_callback(traced.jaxpr)
-        compile_program = functional.compile_quickly if quick else jax.stages.Lowered.compile
-        futures[name] = pool.submit(compile_program, traced.lower())
+        lowered = traced.lower()
+        futures[name] = pool.submit(functional.compile_quickly, lowered) if quick else pool.submit(lowered.compile)
     pool.shutdown(wait=False)
     return {name: future.result for name, future in futures.items()}
 

@@ -78,7 +78,7 @@ def has_open_loop(function: Callable[..., Any], *args: Any) -> bool:
 
 def has_callback(jaxpr: Any) -> bool:
     """Whether a program calls the host, as the native engine's environments do in every step."""
-    return any("callback" in equation.primitive.name for equation in equations(jaxpr))
+    return any(name == "ffi_call" or "callback" in name for name in (e.primitive.name for e in equations(jaxpr)))
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
