@@ -481,3 +481,47 @@ def test_a_run_on_two_devices_says_so_and_goes_on_there(tmp_path):
     assert on.returncode == 0, on.stdout + on.stderr
     assert ", 2 devices)" in on.stdout
     assert steps_logged(tmp_path / "run")[-1] == 2 * steps[-1]
+
+
+# --- the second start -----------------------------------------------------------------------------------------
+
+COUNTING = """
+import importlib.util, sys
+from jax import monitoring
+
+counts = {"hits": 0, "misses": 0}
+def count(event, **_):
+    for name in counts:
+        counts[name] += event == f"/jax/compilation_cache/cache_{name}"
+monitoring.register_event_listener(count)
+spec = importlib.util.spec_from_file_location("train", sys.argv[1])
+train = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train)
+assert train.main(sys.argv[2:]) == 0
+print(counts["hits"], counts["misses"])
+"""
+
+
+def test_the_second_start_of_a_run_on_native_physics_compiles_nothing(tmp_path):
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    found = []
+    for name in ("first", "second"):
+        words = ["--task", "cartpole_balance", "--smoke", "--video.no-enabled", "--out", str(tmp_path / name)]
+        run = subprocess.run(
+            [sys.executable, "-c", COUNTING, str(SCRIPT), *words],
+            env={**os.environ, **settings},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        found.append([int(word) for word in run.stdout.split()[-2:]])
+    (_, misses), second = found
+    assert misses > 4
+    assert second[0] >= misses
+    assert second[1] == 0
