@@ -3,6 +3,9 @@
 `ppo_step` is written for all environments and compiled for all devices at once; this file says where arrays lie. XLA
 puts in what the devices have to tell each other: the rollout once per iteration, a gradient at each update. The numbers
 are those of a single device, except for the order in which sums are added up.
+
+The devices may belong to several processes, also on several machines: each calls `jax.distributed.initialize()` and
+then `train_ppo(devices=jax.devices())` with the same arguments.
 """
 
 import contextlib
@@ -70,6 +73,23 @@ def spread_state(state: TrainingState) -> TrainingState:
     return replicate(state.replace(env_states=(), network_states=())).replace(
         env_states=spread(state.env_states), network_states=spread(state.network_states)
     )
+
+
+def gather(tree: Any) -> Any:
+    """Outside a program: the same arrays, where other processes hold parts of them as a whole on every device."""
+    if jax.process_count() == 1:
+        return tree
+    whole = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+    return jax.jit(lambda tree: tree, out_shardings=whole)(tree)
+
+
+def any_process(answer: bool) -> bool:
+    """Whether any process of the run says yes; all have to ask."""
+    if jax.process_count() == 1:
+        return answer
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(answer))))
 
 
 def place_state(state: TrainingState) -> TrainingState:

@@ -22,7 +22,7 @@ from flax import nnx
 
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, TrainConfig
-from nnx_ppo.algorithms.devices import replicate, spread_state
+from nnx_ppo.algorithms.devices import any_process, gather, replicate, spread_state
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.metrics import Packed, evaluation_metrics, pack, unpack
 from nnx_ppo.algorithms.types import LogFn, NonFiniteEpisode, StopFn, TrainingState, TrainResult, VideoData
@@ -128,6 +128,8 @@ class TrainingLoop:
         self.nonfinite_fn = nonfinite_fn
         self.programs, self.config = programs, config
         self.log_fn, self.video_fn, self.checkpoint_fn, self.stop_fn = log_fn, video_fn, checkpoint_fn, stop_fn
+        # Of several processes each computes the same, and one of them tells.
+        self.tells = jax.process_index() == 0
         self.timed = LoggingLevel.THROUGHPUT in config.ppo.logging_level
         self.eval_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
@@ -164,7 +166,7 @@ class TrainingLoop:
         # What it answers may depend on what log_fn is about to see, unless it says that it does not.
         if getattr(self.stop_fn, "reads_metrics", True):
             self.flush()
-        return self.stop_fn(self.steps)
+        return any_process(self.stop_fn(self.steps))
 
     def _start(self) -> None:
         parts: list[Part] = []
@@ -178,7 +180,7 @@ class TrainingLoop:
 
     def _commit_checkpoint(self) -> None:
         """A run that is killed and resumed does not repeat what came before: its records are out, it may be used."""
-        if hasattr(self.checkpoint_fn, "commit"):
+        if self.tells and hasattr(self.checkpoint_fn, "commit"):
             self.checkpoint_fn.commit()  # type: ignore[union-attr]
 
     def _iterate(self) -> None:
@@ -234,7 +236,7 @@ class TrainingLoop:
         if "eval/episode_reward/mean" in metrics:
             evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
             self.eval_history.append({"step": pending.steps, **evaluation})
-        if self.log_fn is not None:
+        if self.log_fn is not None and self.tells:
             self.log_fn(dict(metrics), pending.steps)
         self._check_health(health, pending.steps)
 
@@ -266,7 +268,7 @@ class TrainingLoop:
 
     def _tell_of_nonfinite(self, replay: dict[str, Any] | None, steps: int) -> None:
         # A reset that was not finite counts too, but has no steps before it.
-        if self.nonfinite_fn is None or replay is None or not replay["found"]:
+        if self.nonfinite_fn is None or replay is None or not replay["found"] or not self.tells:
             return
         when = int(replay["when"])
         begun = int(np.max(np.flatnonzero(replay["done"][:when]), initial=-1)) + 1
@@ -318,7 +320,7 @@ class TrainingLoop:
                 program = functools.partial(evaluate_and_pack, env, self.config.eval, graphdef)
                 programs["evaluation"] = (jax.jit(program), network)
             if action.name == "video":
-                program = functools.partial(rollout.record_episode, env, self.config.video.episode_length, graphdef)
+                program = functools.partial(record_everywhere, env, self.config.video.episode_length, graphdef)
                 programs["video"] = (jax.jit(program), network)
         return programs
 
@@ -346,7 +348,8 @@ class TrainingLoop:
             frames = stack_frames(env.render(states, **render_kwargs))
             video_fn(VideoData(frames, steps, float(recording.reward), int(recording.length)))
 
-        self.video_worker.submit(render)
+        if self.tells:
+            self.video_worker.submit(render)
         if not self.timed:
             return []
         length = int(recording.length)
@@ -356,7 +359,9 @@ class TrainingLoop:
         assert self.checkpoint_fn is not None
         started = time.perf_counter()
         # A copy, because the next iteration consumes the state and the callback may keep what it was given.
-        self.checkpoint_fn(copy_arrays(state), steps)
+        copy = copy_arrays(gather(state))
+        if self.tells:
+            self.checkpoint_fn(copy, steps)
         return [{"time/checkpoint_s": time.perf_counter() - started}] if self.timed else []
 
 
@@ -436,3 +441,8 @@ def evaluate_and_pack(
     """The metrics of an evaluation, and the environment steps that it took."""
     episodes = rollout.evaluate(env, config, graphdef, params, variables, key)
     return replicate((pack(evaluation_metrics(episodes, config.logging_percentiles)), jnp.sum(episodes.lifespan)))
+
+
+def record_everywhere(*args: Any) -> rollout.Recording:
+    """`rollout.record_episode`, with the recording whole on every device."""
+    return replicate(rollout.record_episode(*args))

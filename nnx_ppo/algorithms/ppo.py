@@ -87,7 +87,9 @@ def train_ppo(
         device need not wait for the host between iterations.
       nonfinite_fn: called after an iteration in which an environment went non-finite, with its last states and
         actions, if the environment has `replay_record` (`MjxEnv` does). Keeps that record of every step of a rollout.
-      devices: spread the environments over these, such as `jax.devices()`; None takes JAX's default device.
+      devices: spread the environments over these, such as `jax.devices()`; None takes JAX's default device. If they
+        belong to several processes (`jax.distributed`), every process makes the same call; callbacks have to be given
+        in all of them and are called in the first one, except for `stop_fn`: a yes of any of them ends the run.
 
     Returns:
       The final state, the metrics of the last iteration and the history of evaluations.
