@@ -5,6 +5,7 @@
     python scripts/benchmark.py iteration --env reach --n-envs 2048
     python scripts/benchmark.py seeds --env cartpole_balance --seeds 4
     python scripts/benchmark.py devices --env humanoid --physics jax --n-envs 256 --devices 2
+    python scripts/benchmark.py memory --env humanoid
 
 Rounds alternate between what is compared, so that whatever else the machine does meets all of it alike; printed are
 medians over rounds. ENV is a task's name or `reach`, a point in eight dimensions without physics, on which a trainer's
@@ -237,6 +238,30 @@ def devices(options: argparse.Namespace) -> None:
         print(f"{count} device(s){marks[0] - started:>8.1f} s to the first record{rate:>12,.0f} steps/s")
 
 
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Bytes on the device: of the state, of a rollout, and at most at once in an iteration."""
+    task, env, config = load(options)
+    settings, batch = config.ppo, config.ppo.n_envs * config.ppo.rollout_length
+    state = ppo.initial_training_state(env, task.make_networks(env, nnx.Rngs(0)), config)
+    transitions = jax.eval_shape(functools.partial(rollout.unroll, env, settings), state)[1]
+    step = functools.partial(train_and_pack, functools.partial(ppo.ppo_step, env, settings))
+    found = jax.jit(step, donate_argnums=0).lower(state).compile().memory_analysis()
+    describe(options, f"{task.name}, {settings.n_envs} environments x {settings.rollout_length}")
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    for name, tree, count in (
+        ("an environment's state", (state.env_states, state.network_states), settings.n_envs),
+        ("parameters, optimizer", (state.params, state.optimizer), 1),
+        ("a step of the rollout", transitions, batch),
+    ):
+        print(f"{name:<28}{size(tree) / count:>14,.0f} bytes")
+    if found is not None:
+        peak = found.temp_size_in_bytes + found.argument_size_in_bytes
+        print(f"{'an iteration, at most':<28}{peak:>14,.0f} bytes")
+
+
 # --- the command line -----------------------------------------------------------------------------------------
 
 
@@ -251,7 +276,7 @@ def describe(options: argparse.Namespace, what: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = {"iteration": iteration, "seeds": seeds, "devices": devices}
+    modes = {"iteration": iteration, "seeds": seeds, "devices": devices, "memory": memory}
     parser.add_argument("mode", choices=modes, help="what is compared")
     parser.add_argument("--env", default="reach", help="a task's name, or reach")
     parser.add_argument("--physics", default=None, choices=("native", "jax", "warp"))
