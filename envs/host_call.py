@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 HostFunction = Callable[[int, list[np.ndarray], list[np.ndarray]], None]
 """Takes a number, the arguments and the results, which it writes. It must not call JAX."""
 
+_logger = logging.getLogger(__name__)
 _TARGET = "nnx_ppo_host_call"
 _FUNCTIONS: dict[int, HostFunction] = {}
 _FLOAT32, _METADATA, _EXECUTE, _INTERNAL_ERROR = 11, 1, 3, 13
@@ -57,10 +59,11 @@ def available() -> bool:
         # Said to work only after it has worked.
         register(0, lambda factor, arrays, results: np.copyto(results[0], factor * arrays[0]))
         shape = jax.ShapeDtypeStruct((2,), np.float32)
-        with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
             (found,) = jax.jit(lambda x: host_call(0, 3, [shape], x))(np.array([1, 2], np.float32))
             return np.array_equal(found, [3, 6])
-    except Exception:
+    except Exception as error:
+        _logger.info("programs on the native engine will not be cached: %s: %s", type(error).__name__, error)
         return False
 
 

@@ -30,7 +30,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -322,11 +322,10 @@ class NativePhysics:
         self._model = copy.copy(mj_model)
         # Auto-reset would silently move an unstable simulation to its default state.
         self._model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_AUTORESET)
-        self._engine = _Engine(self._model, self.n_threads, self.layout)
+        self._engine = _Engine.of(self._model, self.n_threads, self.layout)
         ctrl = self.layout.state_slots["ctrl"]
         self._ctrl = slice(ctrl.start, ctrl.start + ctrl.size)
-        # A compiled program may outlive this object, but then it may make its simulations anew.
-        weakref.finalize(self, self._engine.pool.clear)
+        weakref.finalize(self, self._engine.leave)
 
     def init(self, **state: Any) -> Data:
         """See ``Physics``."""
@@ -373,10 +372,34 @@ class NativePhysics:
 
 
 class _Engine:
-    """The host side of ``NativePhysics``: arrays in, arrays out."""
+    """The host side of ``NativePhysics``: arrays in, arrays out. Those of one number share one engine.
 
-    def __init__(self, model: mujoco.MjModel, n_threads: int, layout: Layout):
-        self.layout = layout
+    It stays for good, because compiled programs may outlive whatever made them; its simulations, which are what takes
+    memory, do not outlive the last ``NativePhysics``, and are made anew if a program still asks for them.
+    """
+
+    _all: ClassVar[dict[int, _Engine]] = {}
+
+    @classmethod
+    def of(cls, model: mujoco.MjModel, n_threads: int, layout: Layout) -> _Engine:
+        """The engine of a model, for one more user."""
+        number = _number_of(model, n_threads, layout)
+        if number not in cls._all:
+            engine = cls._all[number] = cls(model, n_threads, layout, number)
+            host_call.register(number, lambda n_substeps, arrays, results: engine.run(n_substeps, *arrays, *results))
+        cls._all[number]._users += 1
+        cls._all[number]._told.clear()
+        return cls._all[number]
+
+    def leave(self) -> None:
+        """One user less."""
+        self._users -= 1
+        if self._users == 0:
+            self.pool.clear()
+
+    def __init__(self, model: mujoco.MjModel, n_threads: int, layout: Layout, number: int):
+        self.layout, self.number = layout, number
+        self._users = 0
         self.pool = _BatchPool(model, n_threads, tuple(layout.derived_slots))
         try:
             with self.pool.batch(1):
@@ -385,8 +408,6 @@ class _Engine:
             raise ValueError(f"physics 'native' cannot simulate this model: {error}") from error
         self._runs = _copy_plan(self.pool, layout)
         self._told: set[str] = set()
-        self.number = _number_of(model, n_threads, layout)
-        host_call.register(self.number, lambda n_substeps, arrays, results: self.run(n_substeps, *arrays, *results))
 
     def run(
         self, n_substeps: int, state: np.ndarray, ctrl: np.ndarray, new_state: np.ndarray, derived: np.ndarray
@@ -457,7 +478,8 @@ class _BatchPool:
         self._model = model
         self._n_threads = n_threads
         self._derived = derived
-        self._lock = threading.Lock()
+        # Garbage collection may clear the pool in the midst of what the lock protects.
+        self._lock = threading.RLock()
         self._free: dict[int, list[Batch]] = defaultdict(list)
         self.ctrl = self.component("ctrl")
 

@@ -220,6 +220,8 @@ def seeds(options: argparse.Namespace) -> None:
 
 def devices(options: argparse.Namespace) -> None:
     """One device beside several."""
+    if len(jax.devices()) < options.devices:
+        raise SystemExit(f"--devices {options.devices}: JAX sees {len(jax.devices())}.")
     task, env, config = load(options)
     describe(options, f"{task.name}, {config.ppo.n_envs} environments x {config.ppo.rollout_length}")
     for count in (1, options.devices):

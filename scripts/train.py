@@ -76,7 +76,7 @@ def train(command: Command, console: Console, started: float) -> int:
         use_compilation_cache()
         split_cpu(command.options.devices, command.options.physics)
         env = build_env(command)
-        devices = devices_of_run(command.options.devices, env, config.ppo.n_envs)
+        devices = devices_of_run(command.options.devices, env, config.ppo)
         networks = build(lambda: task.make_networks(env, nnx.Rngs(config.seed)))
         if command.resumed:
             record = run.read_record()
@@ -104,7 +104,7 @@ def train_in(
     task = command.task
     with console.status("reading the checkpoint"):
         initial_state, first_step = restore(command, networks)
-    before, record = record, as_it_goes_on(record, command, env)
+    before, record = record, as_it_goes_on(record, command, env, devices)
     if command.resumed:
         run.write_record(record)
     wandb_mode = command.options.wandb or default_wandb_mode(command.options.smoke)
@@ -255,18 +255,18 @@ def new_record(command: Command, env: Any, devices: list[Any]) -> RunRecord:
         observation_size=getattr(env, "observation_size", None),
         action_size=getattr(env, "action_size", None),
         keep_checkpoints=command.options.keep_checkpoints,
-        devices=command.options.devices,
+        devices=len(devices),
     )
 
 
-def as_it_goes_on(record: RunRecord, command: Command, env: Any) -> RunRecord:
+def as_it_goes_on(record: RunRecord, command: Command, env: Any, devices: list[Any]) -> RunRecord:
     """The record with what a resumed run may change, so that the next resume takes it from there."""
     return dataclasses.replace(
         record,
         config=command.config,
         physics=getattr(env, "impl", None),
         keep_checkpoints=command.options.keep_checkpoints,
-        devices=command.options.devices,
+        devices=len(devices),
     )
 
 

@@ -1,5 +1,7 @@
 """Environments over several devices and in chunks: the same numbers, and each device steps only its share."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,12 @@ from probe_envs import TwoArms as TwoArmsEnv
 from envs import physics
 from envs.cartpole import CartpoleSwingup
 from nnx_ppo.algorithms import vectorize as vectorize_module
+from nnx_ppo.algorithms.checkpointing import load_checkpoint, make_checkpoint_fn
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
+from nnx_ppo.algorithms.optimizer import new_optimizer_state
 from nnx_ppo.algorithms.ppo import train_ppo
 from nnx_ppo.algorithms.vectorize import has_open_loop, in_chunks, vectorize
+from nnx_ppo.networks import functional
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
 
@@ -91,11 +96,39 @@ def test_each_device_asks_the_native_engine_for_its_share_only(monkeypatch):
 def test_a_run_on_two_devices_continues_to_the_bit():
     env = EpisodeWrapper(Counter(4, random_length=True), 3)
     whole = train_ppo(env, mlp(env), CONFIG, devices=jax.devices())
-    half = train_ppo(env, mlp(env), CONFIG, devices=jax.devices(), total_steps=80)
-    on_host = jax.tree.map(jnp.asarray, jax.device_get(half.training_state.replace(rng_key=())))
-    state = on_host.replace(rng_key=half.training_state.rng_key)
-    rest = train_ppo(env, mlp(env), CONFIG, devices=jax.devices(), initial_state=state)
+    half = train_ppo(env, mlp(env), CONFIG, devices=jax.devices(), total_steps=80).training_state
+    rest = train_ppo(env, mlp(env), CONFIG, devices=jax.devices(), initial_state=half)
     assert_same_bits(rest.training_state, whole.training_state)
+
+
+def test_a_checkpoint_of_two_devices_is_read_and_continued_to_the_bit(tmp_path):
+    env, config = (
+        EpisodeWrapper(Counter(4, random_length=True), 3),
+        dataclasses.replace(CONFIG, checkpoint_every_steps=40),
+    )
+    save = make_checkpoint_fn(tmp_path, config, keep=None)
+    whole = train_ppo(env, mlp(env), config, devices=jax.devices(), checkpoint_fn=save)
+    network = mlp(env)
+    empty = new_optimizer_state(PPO, functional.split(network)[1])
+    state = load_checkpoint(tmp_path / "step_0000000080", network, empty)["training_state"]
+    rest = train_ppo(env, network, config, devices=jax.devices(), initial_state=state)
+    assert_same_bits(rest.training_state, whole.training_state)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [((0, 1), None), ((0, 1), (1,)), ((0,), (0, 1)), ((1,), (0, 1)), ((1,), None)]
+)
+def test_network_and_state_of_a_run_go_on_on_other_devices(first, second):
+    env, network = EpisodeWrapper(CartpoleSwingup(physics="native"), 7), None
+    network = mlp(env)
+    devices = lambda numbers: None if numbers is None else [jax.devices()[n] for n in numbers]
+    half = train_ppo(env, network, CONFIG, devices=devices(first), total_steps=80)
+    expected = [jax.devices()[n] for n in second or (0,)]
+    for options in ({"initial_state": half.training_state}, {"total_steps": 40}):
+        on = train_ppo(env, network, CONFIG, devices=devices(second), **options)
+        for leaf in jax.tree.leaves((on.training_state.params, on.training_state.env_states.obs)):
+            assert leaf.devices() == set(expected)
+    assert all(leaf.devices() == {expected[0]} for leaf in jax.tree.leaves(functional.split(network)[1]))
 
 
 def test_environments_that_cannot_be_shared_out_are_refused_with_a_number_that_can():
@@ -103,6 +136,8 @@ def test_environments_that_cannot_be_shared_out_are_refused_with_a_number_that_c
     config = TrainConfig(ppo=PPOConfig(n_envs=7, n_minibatches=1))
     with pytest.raises(ValueError, match=r"n_envs=7 .* among 2 devices.*n_envs=8"):
         train_ppo(env, mlp(env), config, devices=jax.devices())
+    with pytest.raises(ValueError, match=r"devices=\[\]: give at least one"):
+        train_ppo(env, mlp(env), config, devices=[])
 
 
 def test_a_single_device_that_is_not_the_default_one_is_used():

@@ -373,6 +373,35 @@ def test_under_a_linear_schedule_statistics_go_the_learning_rates_share_of_every
         np.testing.assert_allclose(normalizer.variance.get_value(), variance, rtol=1e-4)
 
 
+class Masked(StatefulModule):
+    """An actor-critic that keeps a mask with infinities and a running maximum that starts at one."""
+
+    def __init__(self):
+        self.network = network()
+        self.mask = nnx.Variable(jnp.asarray([0.0, -jnp.inf]))
+        self.largest = nnx.Variable(-jnp.inf * jnp.ones(()))
+
+    def __call__(self, state, obs, rollout_extras=None):
+        return self.network(state, obs, rollout_extras)
+
+    def initialize_state(self, batch_size):
+        return self.network.initialize_state(batch_size)
+
+    def reset_state(self, state):
+        return self.network.reset_state(state)
+
+    def update_statistics(self, rollout_extras):
+        self.largest.set_value(jnp.maximum(self.largest.get_value(), 5.0))
+        self.network.update_statistics(rollout_extras)
+
+
+def test_under_a_linear_schedule_infinite_variables_stay_and_may_become_finite():
+    config = dataclasses.replace(SMALL, learning_rate_schedule="linear", total_steps=80)
+    _, state, _ = one_iteration(config, net=Masked())
+    np.testing.assert_array_equal(state.networks.mask.get_value(), [0.0, -np.inf])
+    assert state.networks.largest.get_value() == 5.0
+
+
 def test_reward_scaling_is_for_learning_only():
     _, plain, metrics = one_iteration(SMALL)
     _, scaled, scaled_metrics = one_iteration(PPOConfig(**{**vars(SMALL), "reward_scaling": 0.1}))

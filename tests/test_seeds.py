@@ -1,10 +1,12 @@
 """Several seeds in one program: each does what it would do alone."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.flatten_util import ravel_pytree
-from probe_envs import Counter, Poisoned, assert_same_bits, assert_same_up_to_rounding
+from probe_envs import Counter, Poisoned, all_finite, assert_same_bits, assert_same_up_to_rounding
 
 from envs.cartpole import CartpoleSwingup
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig, TrainConfig
@@ -77,6 +79,26 @@ def test_a_seed_alone_in_the_program_is_not_special(together):
     assert_same_up_to_rounding(only.training_state(SEEDS[1]).params, result.training_state(SEEDS[1]).params)
 
 
+def test_a_stop_sees_the_metrics_of_its_iteration_and_ends_with_an_evaluation():
+    env, told = EpisodeWrapper(Counter(4), 3), []
+    config = dataclasses.replace(CONFIG, eval=dataclasses.replace(CONFIG.eval, every_steps=1000))
+    result = train_ppo_seeds(
+        env,
+        make_networks,
+        config,
+        (0, 1),
+        log_fn=lambda metrics, steps: told.append(steps),
+        stop_fn=lambda steps: told[-1] == steps == 40,
+    )
+    assert told == [0, 20, 40]
+    np.testing.assert_array_equal(result.eval_steps, [0, 40])
+
+
+def test_functions_made_anew_for_each_network_do_not_matter():
+    make = lambda env, rngs: make_mlp_actor_critic(2, 1, [8], [8], rngs, activation=lambda x: jnp.tanh(x))
+    assert train_ppo_seeds(Counter(4), make, CONFIG, (0, 1)).total_steps == 60
+
+
 def test_a_stop_ends_all_seeds_and_evaluation_may_be_off():
     env = EpisodeWrapper(Counter(4), 3)
     config = TrainConfig(ppo=PPO, eval=EvalConfig(enabled=False))
@@ -87,6 +109,25 @@ def test_a_stop_ends_all_seeds_and_evaluation_may_be_off():
 
 
 def test_what_breaks_in_one_seed_stays_there():
+    env = EpisodeWrapper(Counter(4, random_length=True), 5)
+
+    def make(env, rngs):
+        network = make_networks(env, rngs)
+        made.append(network)
+        if len(made) == 2:
+            network.layers[0].mean.set_value(jnp.full(2, jnp.nan))
+        return network
+
+    made = []
+    config = dataclasses.replace(CONFIG, ppo=dataclasses.replace(PPO, max_skipped_updates=4))
+    with pytest.warns(RuntimeWarning, match="seed 0 skips its updates"):
+        result = train_ppo_seeds(env, make, config, SEEDS)
+    for seed in (3, 11):
+        assert_same_up_to_rounding(result.training_state(seed).params, alone(env, seed)[0].training_state.params)
+    assert all_finite(result.training_state(0).params)
+
+
+def test_environments_that_break_are_told_of_by_seed():
     class PoisonedAtSeed(Poisoned):
         """Poisons the environments of whose first number a part lies above a half."""
 
@@ -95,9 +136,11 @@ def test_what_breaks_in_one_seed_stays_there():
             poison = (state.info["id"] > 0.5).astype("int32")
             return state.replace(info={**state.info, "poison": poison})
 
-    result = train_ppo_seeds(EpisodeWrapper(PoisonedAtSeed(3), 5), make_networks, CONFIG, SEEDS)
-    assert np.all(np.isfinite(ravel_pytree(result.training_states.params)[0]))
+    with pytest.warns(RuntimeWarning, match="were not finite") as caught:
+        result = train_ppo_seeds(EpisodeWrapper(PoisonedAtSeed(3), 5), make_networks, CONFIG, SEEDS)
+    assert all_finite(result.training_states.params)
     assert np.all(np.asarray(result.training_states.nonfinite_steps) > 0)
+    assert sorted(str(warning.message).split()[1] for warning in caught) == ["0", "11", "3"]
 
 
 def test_the_environment_is_traced_as_often_for_three_seeds_as_for_one():
@@ -110,6 +153,10 @@ def test_the_environment_is_traced_as_often_for_three_seeds_as_for_one():
 def test_logging_levels_reach_every_seed():
     config = TrainConfig(ppo=PPOConfig(**{**vars(PPO), "logging_level": LoggingLevel.ALL}), eval=CONFIG.eval)
     result = train_ppo_seeds(EpisodeWrapper(Counter(4), 3), make_networks, config, (0, 1))
+    single = alone(EpisodeWrapper(Counter(4), 3), 0, config)[0].final_metrics
+    timed = {name for name in single if name.startswith(("throughput/", "time/"))}
+    assert result.final_metrics.keys() == single.keys() - timed
+    assert timed
     assert all(len(value) == 2 for value in result.final_metrics.values())
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 import jax
 import pytest
 
+from envs.physics import available_cpus
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig, VideoConfig
 from tasks import load_task, task_names
 from tasks.launch.command_line import UsageError, changed_fields, command_to_copy, parse, smoke_config
@@ -459,28 +460,54 @@ class On:
     [(None, "native", 8, 1), (None, "jax", 8, 2), (None, "jax", 7, 1), (2, "native", 8, 2), (1, "jax", 8, 1)],
 )
 def test_mjx_on_a_cpu_is_shared_out_among_its_cores_and_everything_else_only_on_request(asked, impl, n_envs, expected):
-    assert devices_of_run(asked, On(impl), n_envs) == jax.devices()[:expected]
+    config = PPOConfig(n_envs=n_envs, n_minibatches=1)
+    assert devices_of_run(asked, On(impl), config) == jax.devices()[:expected]
 
 
 @pytest.mark.parametrize(
     ("asked", "n_envs", "message"),
-    [(3, 9, r"--devices 3: JAX sees 2 "), (2, 9, r"--devices 2 cannot share 9 .* --ppo\.n-envs 8")],
+    [(3, 9, r"--devices 3: JAX sees 2 "), (2, 9, r"--devices 2 cannot share 9 .* --ppo\.n-envs 12")],
 )
-def test_devices_that_are_not_there_or_do_not_share_evenly_are_refused(asked, n_envs, message):
+def test_devices_that_are_not_there_or_do_not_share_evenly_are_refused_with_a_number_that_fits(asked, n_envs, message):
     with pytest.raises(UsageError, match=message):
-        devices_of_run(asked, On("native"), n_envs)
+        devices_of_run(asked, On("native"), PPOConfig(n_envs=n_envs, n_minibatches=3))
+    devices_of_run(2, On("native"), PPOConfig(n_envs=12, n_minibatches=3))
 
 
-def test_a_run_on_two_devices_says_so_and_goes_on_there(tmp_path):
+@pytest.fixture
+def one_device_unless_asked(monkeypatch):
+    """As outside of the tests, where nothing but `--devices` and MJX makes several devices of a CPU."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=2", ""))
+
+
+def test_a_run_on_two_devices_says_so_and_goes_on_there(tmp_path, one_device_unless_asked):
     (tmp_path / "point.py").write_text(POINT_TASK)
     run = train("--task", "point.py", "--smoke", "--devices", "2", "--out", "run", cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"device +cpu \(\d+ cores, 2 devices\)", run.stdout)
-    steps = steps_logged(tmp_path / "run")
-    on = train("--resume", "run", "--ppo.total-steps", str(2 * steps[-1]), cwd=tmp_path)
+    end = str(2 * steps_logged(tmp_path / "run")[-1])
+    on = train("--resume", "run", "--ppo.total-steps", end, cwd=tmp_path)
     assert on.returncode == 0, on.stdout + on.stderr
     assert ", 2 devices)" in on.stdout
-    assert steps_logged(tmp_path / "run")[-1] == 2 * steps[-1]
+    words = ("--task", "point.py", "--smoke", "--devices", "2", "--ppo.total-steps", end, "--out", "whole")
+    assert train(*words, cwd=tmp_path).returncode == 0
+
+    def last(name):
+        record = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        return {key: value for key, value in record.items() if key.startswith(("losses", "eval", "step"))}
+
+    assert len(last("run")) > 5
+    assert last("run") == last("whole")
+
+
+def test_mjx_on_a_cpu_takes_every_core_without_being_asked(tmp_path, one_device_unless_asked):
+    sizes = "observation_size, action_size = 1, 1"
+    (tmp_path / "point.py").write_text(POINT_TASK.replace(sizes, f'{sizes}\n    impl = "jax"'))
+    run = train("--task", "point.py", "--smoke", "--physics", "jax", "--out", "run", cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    cores = max(n for n in range(1, available_cpus() + 1) if 8 % n == 0)
+    assert (f", {cores} devices)" in run.stdout) == (cores > 1)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["devices"] == cores
 
 
 # --- the second start -----------------------------------------------------------------------------------------

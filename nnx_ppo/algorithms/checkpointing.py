@@ -207,10 +207,20 @@ class _Unfinished:
     step: int
 
 
-def write_arrays(directory: Path, leaves: Mapping[str, jax.Array], step: int) -> Path:
-    """Write arrays into a folder that cannot be taken for a checkpoint, and return it."""
+def _checkpointer() -> Any:
+    """Orbax's writer and reader, for this process alone: by itself it would wait for all others of the run."""
     import orbax.checkpoint as ocp
 
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def write_arrays(directory: Path, leaves: Mapping[str, jax.Array], step: int) -> Path:
+    """Write arrays into a folder that cannot be taken for a checkpoint, and return it."""
     # `checkpoints` looks for names that start with "step_".
     unfinished = directory / f".unfinished_step_{step:010d}_{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -219,7 +229,7 @@ def write_arrays(directory: Path, leaves: Mapping[str, jax.Array], step: int) ->
         # Orbax refuses empty arrays; their shape in the metadata says all about them.
         full = {name: leaf for name, leaf in leaves.items() if leaf.size}
         arrays = {name: jax.random.key_data(leaf) if is_key(leaf) else leaf for name, leaf in full.items()}
-        with ocp.PyTreeCheckpointer() as checkpointer:
+        with _checkpointer() as checkpointer:
             checkpointer.save(unfinished / "arrays", jax.tree.map(np.asarray, arrays))
     except BaseException:
         # What a full disk needs most is room.
@@ -370,12 +380,10 @@ def read_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Metadata, and every array by name."""
-    import orbax.checkpoint as ocp
-
     path = Path(path).absolute()
     metadata = read_metadata(path)
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
+        with _checkpointer() as checkpointer:
             arrays = checkpointer.restore(path / "arrays")
         return metadata, {name: _leaf(arrays, name, about) for name, about in metadata["leaves"].items()}
     except Exception as error:

@@ -9,10 +9,12 @@ then `train_ppo(devices=jax.devices())` with the same arguments.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -29,17 +31,24 @@ def use_devices(devices: Sequence[Any] | None, config: PPOConfig) -> contextlib.
     Raises:
       ValueError: `n_envs` cannot be shared out evenly.
     """
-    if devices is None or list(devices) == jax.devices()[:1]:
+    if devices is None or list(devices) == jax.local_devices()[:1]:
         return contextlib.nullcontext()
+    if len(devices) == 0:
+        raise ValueError("devices=[]: give at least one, such as jax.devices(), or None for JAX's default.")
     if len(devices) == 1:
         return jax.default_device(devices[0])
     if config.n_envs % len(devices):
-        nearest = max(1, round(config.n_envs / len(devices))) * len(devices)
         raise ValueError(
             f"n_envs={config.n_envs} environments cannot be shared out evenly among {len(devices)} devices. Use for "
-            f"example n_envs={nearest}."
+            f"example n_envs={nearest_n_envs(config, len(devices))}."
         )
     return jax.set_mesh(Mesh(np.asarray(devices), (ENVS,)))
+
+
+def nearest_n_envs(config: PPOConfig, n_devices: int) -> int:
+    """A number of environments near the configured one that devices and minibatches divide."""
+    step = math.lcm(n_devices, config.n_minibatches)
+    return max(1, round(config.n_envs / step)) * step
 
 
 def mesh_in_use() -> AbstractMesh | None:
@@ -75,9 +84,16 @@ def spread_state(state: TrainingState) -> TrainingState:
     )
 
 
+def spans_processes() -> bool:
+    """Whether devices of other processes take part in this run."""
+    if mesh_in_use() is None:
+        return False
+    return len({device.process_index for device in jax.sharding.get_mesh().devices.flat}) > 1
+
+
 def gather(tree: Any) -> Any:
     """Outside a program: the same arrays, where other processes hold parts of them as a whole on every device."""
-    if jax.process_count() == 1:
+    if not spans_processes():
         return tree
     whole = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
     return jax.jit(lambda tree: tree, out_shardings=whole)(tree)
@@ -85,7 +101,7 @@ def gather(tree: Any) -> Any:
 
 def any_process(answer: bool) -> bool:
     """Whether any process of the run says yes; all have to ask."""
-    if jax.process_count() == 1:
+    if not spans_processes():
         return answer
     from jax.experimental import multihost_utils
 
@@ -95,16 +111,46 @@ def any_process(answer: bool) -> bool:
 def place_state(state: TrainingState) -> TrainingState:
     """Outside a program: `spread_state` for arrays, and for the shapes of arrays that are still to come."""
     if mesh_in_use() is None:
-        return state
+        return to_default_device(state)
     mesh = jax.sharding.get_mesh()
 
     def put(x: Any, spec: PartitionSpec) -> Any:
         # XLA does not share out an array of no values.
         sharding = NamedSharding(mesh, spec if x.size else PartitionSpec())
         if isinstance(x, jax.Array):
-            return jax.device_put(x, sharding)
+            return _put(x, sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     everywhere = jax.tree.map(lambda x: put(x, PartitionSpec()), state.replace(env_states=(), network_states=()))
     rows = jax.tree.map(lambda x: put(x, PartitionSpec(ENVS)), (state.env_states, state.network_states))
     return everywhere.replace(env_states=rows[0], network_states=rows[1])
+
+
+def place_network(tree: Any) -> Any:
+    """Outside a program: parameters or variables where the run computes, from wherever an earlier run left them."""
+    if mesh_in_use() is None:
+        return to_default_device(tree)
+    everywhere = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+    return jax.tree.map(lambda x: _put(x, everywhere), to_default_device(tree))
+
+
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    # Onto devices of other processes only what is on the host can be put, and each process puts its own.
+    if sharding.is_fully_addressable or not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    return jax.device_put(np.asarray(x), sharding)
+
+
+def to_default_device(tree: Any) -> Any:
+    """Arrays of any placement as arrays of JAX's default device; what is no array stays."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device = chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+    def put(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.devices() == {device}:
+            return x
+        return jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device)
+
+    return jax.tree.map(put, tree)

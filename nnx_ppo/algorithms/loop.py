@@ -22,7 +22,7 @@ from flax import nnx
 
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, TrainConfig
-from nnx_ppo.algorithms.devices import any_process, gather, replicate, spread_state
+from nnx_ppo.algorithms.devices import any_process, gather, replicate, spans_processes, spread_state, to_default_device
 from nnx_ppo.algorithms.keys import Stream, stream_key
 from nnx_ppo.algorithms.metrics import Packed, evaluation_metrics, pack, unpack
 from nnx_ppo.algorithms.types import LogFn, NonFiniteEpisode, StopFn, TrainingState, TrainResult, VideoData
@@ -104,7 +104,7 @@ def run_training(
     finally:
         # An iteration that failed on the device has consumed its state: what the caller has is all there is then.
         if not any(leaf.is_deleted() for leaf in jax.tree.leaves((loop.state.params, loop.state.variables))):
-            nnx.update(networks, loop.state.params, loop.state.variables)
+            nnx.update(networks, *to_default_device((loop.state.params, loop.state.variables)))
         if hasattr(checkpoint_fn, "wait"):
             checkpoint_fn.wait()  # type: ignore[union-attr]
         loop.video_worker.close()
@@ -129,7 +129,7 @@ class TrainingLoop:
         self.programs, self.config = programs, config
         self.log_fn, self.video_fn, self.checkpoint_fn, self.stop_fn = log_fn, video_fn, checkpoint_fn, stop_fn
         # Of several processes each computes the same, and one of them tells.
-        self.tells = jax.process_index() == 0
+        self.tells = jax.process_index() == 0 or not spans_processes()
         self.timed = LoggingLevel.THROUGHPUT in config.ppo.logging_level
         self.eval_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
-from nnx_ppo.algorithms.devices import place_state, replicate, spread, spread_state, use_devices
+from nnx_ppo.algorithms.devices import place_network, place_state, replicate, spread, spread_state, use_devices
 from nnx_ppo.algorithms.keys import Stream, keys_of_rows, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
@@ -418,8 +418,13 @@ def update_statistics(config: PPOConfig, state: TrainingState, transitions: Tran
     variables = functional.split(network)[2]
     if config.learning_rate_schedule == "linear":
         share = scheduled_share(config, state.iteration)
-        move = lambda old, new: old + share * (new - old) if jnp.issubdtype(new.dtype, jnp.floating) else new
-        variables = jax.tree.map(move, state.variables, variables)
+
+        def part_way(old: jax.Array, new: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(new.dtype, jnp.floating):
+                return new
+            return jnp.where((new == old) | ~jnp.isfinite(new - old), new, old + share * (new - old))
+
+        variables = jax.tree.map(part_way, state.variables, variables)
     return state.replace(variables=variables)
 
 
@@ -442,6 +447,7 @@ def lower_initial_state(env: RLEnv, networks: StatefulModule, config: TrainConfi
     """
     graphdef, params, variables = functional.split(networks)
     graphdef = functional.training_graphdef(graphdef, params, variables)
+    params, variables = place_network((params, variables))
     inputs = (run_key(config.seed), params, variables)
     return jax.jit(functools.partial(first_training_state, env, config.ppo, graphdef)).lower(*inputs), inputs
 

@@ -5,6 +5,7 @@ less than as many runs one after another.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +66,8 @@ def train_ppo_seeds(
     """Train one network for each seed, all in one program.
 
     Seed `s` does what `train_ppo(env, make_networks(env, nnx.Rngs(s)), config, seed=s)` does, up to rounding. A seed
-    whose updates are not finite keeps its last good parameters; the others do not notice. Videos and checkpoints are
-    for single runs: save what `SeedsResult.training_state` returns.
+    whose updates are not finite keeps its last good parameters, with a warning; the others do not notice. Videos,
+    checkpoints and times are for single runs: save what `SeedsResult.training_state` returns.
 
     Args:
       env: the environment.
@@ -95,8 +96,10 @@ def _first_states(
 ) -> TrainingState:
     splits = [functional.split(functional.build(lambda s=s: make_networks(env, nnx.Rngs(s)))) for s in seeds]
     graphdefs = [functional.training_graphdef(*parts) for parts in splits]
-    structures = {jax.tree.structure(parts[1:]) for parts in splits}
-    if len(structures) > 1 or any(graphdef != graphdefs[0] for graphdef in graphdefs):
+    # Not by their graphdefs: a function that make_networks defines anew for each network makes those differ.
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(parts[1:])] for parts in splits]
+    structures = [jax.tree.structure(parts[1:]) for parts in splits]
+    if any(each != shapes[0] for each in shapes) or any(each != structures[0] for each in structures):
         raise ValueError("make_networks builds a different network for each seed; only its random numbers may differ.")
     params, variables = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(parts[1:] for parts in splits))
     keys = jnp.stack([run_key(seed) for seed in seeds])
@@ -134,6 +137,7 @@ class _Run:
         self.pending: tuple[int, list[Packed]] | None = None
         self.final_metrics: dict[str, np.ndarray] = {}
         self.evaluations: list[tuple[int, dict[str, np.ndarray]]] = []
+        self.told: set[tuple[str, int]] = set()
 
     def run(self) -> SeedsResult:
         """Everything from the first evaluation to the result."""
@@ -141,8 +145,11 @@ class _Run:
             self.pending = (0, [self._evaluate()])
         while self.steps < self.config.ppo.total_steps:
             self._iterate()
-            if self.stop_fn is not None and self.stop_fn(self.steps):
-                break
+            if self.stop_fn is not None:
+                self._flush()
+                if self.stop_fn(self.steps):
+                    self._evaluate_once_more()
+                    break
         self._flush()
         names = self.evaluations[0][1] if self.evaluations else ()
         return SeedsResult(
@@ -172,16 +179,36 @@ class _Run:
         program = self.compiled["evaluation"]()
         return program(self.state.params, self.state.variables, key(self.state.rng_key))[0]
 
+    def _evaluate_once_more(self) -> None:
+        """The last evaluation of a run that was stopped."""
+        if self.evaluates and self.evaluations[-1][0] != self.steps:
+            metrics = unpack(jax.device_get(self._evaluate()))
+            self.final_metrics |= metrics
+            self.evaluations.append((self.steps, metrics))
+
     def _flush(self) -> None:
         if self.pending is None:
             return
         (steps, parts), self.pending = self.pending, None
         metrics: dict[str, np.ndarray] = {}
         for tree in map(unpack, jax.device_get(parts)):
-            metrics |= tree[0] if isinstance(tree, tuple) else tree
+            found, health = tree if isinstance(tree, tuple) else (tree, {})
+            metrics |= found
+            self._tell_of(health, steps)
         self.final_metrics = metrics
         if "eval/episode_reward/mean" in metrics:
             found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
             self.evaluations.append((steps, found))
         if self.log_fn is not None:
             self.log_fn(dict(metrics), steps)
+
+    def _tell_of(self, health: dict[str, np.ndarray], steps: int) -> None:
+        limits = {
+            "nonfinite_steps": (1, "had environment steps or initial states that were not finite"),
+            "skipped_updates": (self.config.ppo.max_skipped_updates, "skips its updates, because they are not finite"),
+        }
+        for name, (limit, trouble) in limits.items() if health else ():
+            for seed, count in zip(self.seeds, health[name], strict=True):
+                if count >= limit and (name, seed) not in self.told:
+                    self.told.add((name, seed))
+                    warnings.warn(f"seed {seed} {trouble}; seen at step {steps:,}, said once", RuntimeWarning, 2)

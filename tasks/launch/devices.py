@@ -4,6 +4,7 @@ import contextlib
 import os
 from typing import Any
 
+from nnx_ppo.algorithms.config import PPOConfig
 from tasks.launch.command_line import UsageError
 
 
@@ -24,7 +25,7 @@ def split_cpu(asked: int | None, physics: str | None) -> None:
             jax.config.update("jax_num_cpu_devices", n_devices)
 
 
-def devices_of_run(asked: int | None, env: Any, n_envs: int) -> list[Any]:
+def devices_of_run(asked: int | None, env: Any, config: PPOConfig) -> list[Any]:
     """The devices to train on.
 
     Without a wish: on a CPU as many as step MJX's environments in equal shares, else a single one.
@@ -34,7 +35,9 @@ def devices_of_run(asked: int | None, env: Any, n_envs: int) -> list[Any]:
     """
     import jax
 
-    found = jax.devices()
+    from nnx_ppo.algorithms.devices import nearest_n_envs
+
+    found, n_envs = jax.devices(), config.n_envs
     if asked is None:
         mjx_on_cpu = found[0].platform == "cpu" and getattr(env, "impl", None) == "jax"
         return found[: max(n for n in range(1, len(found) + 1) if n_envs % n == 0)] if mjx_on_cpu else found[:1]
@@ -45,6 +48,6 @@ def devices_of_run(asked: int | None, env: Any, n_envs: int) -> list[Any]:
     if n_envs % asked:
         raise UsageError(
             f"--devices {asked} cannot share {n_envs} environments out evenly; add for example "
-            f"--ppo.n-envs {max(1, round(n_envs / asked)) * asked}."
+            f"--ppo.n-envs {nearest_n_envs(config, asked)}."
         )
     return found[:asked]

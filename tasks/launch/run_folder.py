@@ -68,8 +68,8 @@ class RunRecord:
     """As the environment has it."""
     keep_checkpoints: int | None = 3
     """How many of the newest checkpoints stay; None for all."""
-    devices: int | None = None
-    """What `--devices` asked for."""
+    devices: int = 1
+    """How many devices the run is spread over: on another number it would go on with other roundings."""
     format: int = _FORMAT
     """Version of this file's layout."""
 
