@@ -35,6 +35,7 @@ from nnx_ppo.algorithms.vectorize import vectorize
 from nnx_ppo.loggers.provenance import versions
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
+from tasks.launch.devices import split_cpu
 from tasks.task import Task
 
 # --- an environment without physics -----------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, default=2)
     options = parser.parse_args(arguments)
     if options.mode == "devices":
-        jax.config.update("jax_num_cpu_devices", options.devices)
+        split_cpu(options.devices, options.physics)
     modes[options.mode](options)
     return 0
 
