@@ -61,13 +61,13 @@ TASK = Task(
         checkpoint_every_steps=1_000_000,
     ),
     evidence=Evidence(
-        scores=(6494.4, 8993.8, 5460.3),
+        scores=(10131.2, 9418.9, 10265.1),
         seeds=(0, 1, 2),
         steps=10_004_480,
-        minutes=23.5,
-        device="2 cores of an Intel Xeon, native physics",
-        date="2026-11-29",
-        versions={"python": "3.11", "jax": "0.10.2", "flax": "0.12.8", "mujoco": "4.0.0", "code": "22e2f42"},
+        minutes=28.1,
+        device="2 cores of an AMD EPYC beside other work, native physics",
+        date="2026-12-01",
+        versions={"python": "3.11", "jax": "0.10.2", "flax": "0.12.8", "mujoco": "4.0.0", "code": "6aaed2f"},
         command="uv run scripts/train.py --task humanoid --seed 0",
     ),
 )
