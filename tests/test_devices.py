@@ -116,7 +116,14 @@ def test_a_checkpoint_of_two_devices_is_read_and_continued_to_the_bit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [((0, 1), None), ((0, 1), (1,)), ((0,), (0, 1)), ((1,), (0, 1)), ((1,), None)]
+    ("first", "second"),
+    [
+        ((0, 1), None),
+        ((1,), (0, 1)),
+        pytest.param((0, 1), (1,), marks=pytest.mark.slow),
+        pytest.param((0,), (0, 1), marks=pytest.mark.slow),
+        pytest.param((1,), None, marks=pytest.mark.slow),
+    ],
 )
 def test_network_and_state_of_a_run_go_on_on_other_devices(first, second):
     env, network = EpisodeWrapper(CartpoleSwingup(physics="native"), 7), None

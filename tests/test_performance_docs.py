@@ -50,7 +50,10 @@ def test_the_examples_run(block, monkeypatch):
         assert asked
 
 
-@pytest.mark.parametrize("mode", ["iteration", "seeds", "devices", "memory"])
+SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("seeds", "devices", "memory")]
+
+
+@pytest.mark.parametrize("mode", ["iteration", *SLOW_MODES])
 def test_the_benchmark_measures_what_the_page_shows(mode):
     assert f"benchmark.py {mode} " in PAGE
     sizes = ["--n-envs", "8", "--rounds", "2", "--warm-up", "1", "--seeds", "2"]

@@ -238,6 +238,7 @@ def test_a_run_with_every_sink_that_is_killed_has_every_finished_iteration_on_re
     assert set(saved[:-1]) <= set(recorded)
 
 
+@pytest.mark.slow  # Waits out W&B's own timeouts, 100 s.
 def test_two_processes_from_one_flat_script_both_train_and_log_with_w_and_b_out_of_reach(tmp_path):
     # Port 9 of this machine: nobody answers, at once.
     unreachable = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
