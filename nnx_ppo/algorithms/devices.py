@@ -29,7 +29,7 @@ def use_devices(devices: Sequence[Any] | None, config: PPOConfig) -> contextlib.
     """Within this context programs are made for these devices; None or a single one leaves JAX's default.
 
     Raises:
-      ValueError: `n_envs` cannot be shared out evenly.
+      ValueError: there are no devices, or `n_envs` cannot be shared out evenly among them.
     """
     if devices is None or list(devices) == jax.local_devices()[:1]:
         return contextlib.nullcontext()

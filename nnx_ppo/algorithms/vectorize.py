@@ -15,8 +15,8 @@ from nnx_ppo.algorithms.devices import ENVS, mesh_in_use
 LANES = 64
 """Environments that a CPU steps together, where their step has a loop that runs until it has converged.
 
-Such a loop runs as long as its slowest environment needs, and what XLA keeps in a CPU's cache for 64 of MJX's models
-it has to fetch from memory for 128: on two cores, 256 hoppers in chunks of 64 step five times as fast as together.
+Such a loop runs as long as its slowest environment needs. Brax's hopper on MJX, 256 of them on one core of an AMD EPYC
+with JAX 0.10.2: 5,239 steps/s in chunks of 64, 4,621 in chunks of 32, 2,903 all together.
 """
 
 
