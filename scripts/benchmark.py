@@ -29,13 +29,13 @@ from flax import nnx
 import tasks
 from nnx_ppo.algorithms import ppo, rollout
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
+from nnx_ppo.algorithms.devices import split_cpu, use_devices
 from nnx_ppo.algorithms.loop import train_and_pack
 from nnx_ppo.algorithms.seeds import train_ppo_seeds
 from nnx_ppo.algorithms.vectorize import vectorize
 from nnx_ppo.loggers.provenance import versions
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
-from tasks.launch.devices import split_cpu
 from tasks.task import Task
 
 # --- an environment without physics -----------------------------------------------------------------------------
@@ -101,8 +101,22 @@ def load(options: argparse.Namespace) -> tuple[Task, Any, TrainConfig]:
 def iteration(options: argparse.Namespace) -> None:
     """What an iteration is made of, and what bounds it."""
     task, env, config = load(options)
-    settings, batch = config.ppo, config.ppo.n_envs * config.ppo.rollout_length
-    state = ppo.initial_training_state(env, task.make_networks(env, nnx.Rngs(0)), config)
+    networks = task.make_networks(env, nnx.Rngs(0))
+    describe(options, f"{task.name}, {config.ppo.n_envs} environments x {config.ppo.rollout_length}")
+    with use_devices(ppo.default_devices(env, networks, config.ppo), config.ppo):
+        seconds = seconds_of_parts(env, networks, config, options)
+    seconds["in the training loop"] = seconds_of_loop(env, networks, config, options.rounds)
+    batch = config.ppo.n_envs * config.ppo.rollout_length
+    print(f"{'':<22}{'ms':>9}{'share':>9}{'steps/s if this were all':>27}")
+    for name, value in seconds.items():
+        alone = f"{batch / value:,.0f}" if value > 0 else ""
+        print(f"{name:<22}{1e3 * value:>9.1f}{value / seconds['iteration']:>9.0%}{alone:>27}")
+
+
+def seconds_of_parts(env: Any, networks: Any, config: TrainConfig, options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of an iteration and of what it is made of, as programs of their own."""
+    settings = config.ppo
+    state = ppo.initial_training_state(env, networks, config)
     step = jax.jit(functools.partial(train_and_pack, functools.partial(ppo.ppo_step, env, settings)))
     for _ in range(options.warm_up):
         state, _ = step(state)
@@ -125,26 +139,19 @@ def iteration(options: argparse.Namespace) -> None:
 
         return jax.lax.scan(one_step, (env_states, pool), actions)
 
+    physics = physics_alone(env, state.env_states, actions)
     parts: dict[str, Callable[[], Any]] = {
-        "iteration": lambda: step(state),
         "rollout": lambda: unroll(state),
         "  environments": functools.partial(jax.jit(environments), state.env_states, actions),
+        **({"    physics": physics} if physics else {}),
         "advantages": lambda: estimate(after, transitions),
         "updates": lambda: update(after, state.network_states, transitions, advantages, targets),
+        "iteration": lambda: step(state),
     }
-    if (physics := physics_alone(env, state.env_states, actions)) is not None:
-        parts["    physics"] = physics
     seconds = side_by_side(parts, options.rounds)
-    loop = seconds_of_loop(env, task, config, options.rounds)
-    names = ["rollout", "  environments", "    physics", "advantages", "updates"]
-    rest = seconds["iteration"] - sum(seconds[name] for name in ("rollout", "advantages", "updates"))
-    describe(options, f"{task.name}, {settings.n_envs} environments x {settings.rollout_length}")
-    print(f"{'':<22}{'ms':>9}{'share':>9}{'steps/s if this were all':>27}")
-    rows = [(name, seconds[name]) for name in names if name in seconds]
-    rows += [("statistics, metrics", rest), ("iteration", seconds["iteration"]), ("in the training loop", loop)]
-    for name, value in rows:
-        alone = f"{batch / value:,.0f}" if value > 0 else ""
-        print(f"{name:<22}{1e3 * value:>9.1f}{value / seconds['iteration']:>9.0%}{alone:>27}")
+    whole = seconds.pop("iteration")
+    seconds["statistics, metrics"] = whole - sum(seconds[name] for name in ("rollout", "advantages", "updates"))
+    return seconds | {"iteration": whole}
 
 
 def physics_alone(env: Any, env_states: Any, actions: jax.Array) -> Callable[[], Any] | None:
@@ -159,11 +166,10 @@ def physics_alone(env: Any, env_states: Any, actions: jax.Array) -> Callable[[],
     return functools.partial(jax.jit(lambda *args: jax.lax.scan(one_step, *args)), env_states.data, actions)
 
 
-def seconds_of_loop(env: Any, task: Task, config: TrainConfig, rounds: int) -> float:
+def seconds_of_loop(env: Any, networks: Any, config: TrainConfig, rounds: int) -> float:
     """Median seconds between the records of `train_ppo`."""
     marks: list[float] = []
     steps = (rounds + 4) * config.ppo.n_envs * config.ppo.rollout_length
-    networks = task.make_networks(env, nnx.Rngs(0))
     log_fn = lambda metrics, steps: marks.append(time.perf_counter())
     ppo.train_ppo(env, networks, config, total_steps=steps, log_fn=log_fn)
     return gap(marks[2:])
@@ -291,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, default=2)
     options = parser.parse_args(arguments)
     if options.mode == "devices":
-        split_cpu(options.devices, options.physics)
+        split_cpu(options.devices)
     modes[options.mode](options)
     return 0
 

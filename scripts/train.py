@@ -32,7 +32,7 @@ from tasks.launch.command_line import (
     parse,
 )
 from tasks.launch.compilation_cache import use_compilation_cache
-from tasks.launch.devices import devices_of_run, split_cpu
+from tasks.launch.devices import devices_of_run
 from tasks.launch.interrupt import StopOnSignal
 from tasks.launch.nonfinite import NonFiniteEpisodes
 from tasks.launch.run_folder import RunFolder, RunFolderError, RunRecord
@@ -71,13 +71,14 @@ def train(command: Command, console: Console, started: float) -> int:
     with console.status("starting JAX"):
         from flax import nnx
 
+        from nnx_ppo.algorithms.devices import split_cpu
         from nnx_ppo.networks.functional import build
 
         use_compilation_cache()
-        split_cpu(command.options.devices, command.options.physics)
+        split_cpu(command.options.devices)
         env = build_env(command)
-        devices = devices_of_run(command.options.devices, env, config.ppo)
         networks = build(lambda: task.make_networks(env, nnx.Rngs(config.seed)))
+        devices = devices_of_run(command.options.devices, env, networks, config.ppo)
         if command.resumed:
             record = run.read_record()
         else:

@@ -1,6 +1,10 @@
 """Environments over several devices and in chunks: the same numbers, and each device steps only its share."""
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +19,9 @@ from envs.cartpole import CartpoleSwingup
 from nnx_ppo.algorithms import vectorize as vectorize_module
 from nnx_ppo.algorithms.checkpointing import load_checkpoint, make_checkpoint_fn
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
+from nnx_ppo.algorithms.devices import use_devices
 from nnx_ppo.algorithms.optimizer import new_optimizer_state
-from nnx_ppo.algorithms.ppo import train_ppo
+from nnx_ppo.algorithms.ppo import default_devices, initial_training_state, ppo_step, train_ppo
 from nnx_ppo.algorithms.vectorize import has_open_loop, in_chunks, vectorize
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.factories import make_mlp_actor_critic
@@ -180,11 +185,81 @@ def test_chunks_are_equal_not_wider_than_asked_and_give_what_all_at_once_gives(n
 def test_only_a_loop_with_an_open_end_counts_also_inside_of_other_functions():
     scanned = lambda x: jax.lax.fori_loop(0, 5, lambda i, y: y + x, x)
     nested = jax.jit(lambda x: jax.lax.cond(x > 0, newton_root, lambda x: x, x))
-    x = jnp.ones(4)
+    x = jnp.ones(())
     assert has_open_loop(newton_root, x)
     assert has_open_loop(nested, x)
     assert not has_open_loop(scanned, x)
     assert not has_open_loop(jnp.sin, x)
+
+
+class Rooted(Counter):
+    """A `Counter` whose step has an open-ended loop, as MJX's have."""
+
+    def step(self, state, action):
+        state = super().step(state, action)
+        return state.replace(reward=newton_root(state.reward))
+
+
+@pytest.mark.parametrize(
+    ("env", "n_envs", "cores"),
+    [(Rooted(4), 32, 2), (Rooted(4), 33, None), (Rooted(4), 30, None), (Counter(4), 32, None)],
+)
+def test_without_a_wish_the_cores_of_a_cpu_share_out_steps_with_open_loops_that_are_enough(env, n_envs, cores):
+    config = dataclasses.replace(PPO, n_envs=n_envs, n_minibatches=1)
+    env = EpisodeWrapper(env, 3)
+    found = default_devices(env, mlp(env), config)
+    assert found == (jax.devices()[:cores] if cores else None)
+    with jax.default_device(jax.devices()[1]):
+        assert default_devices(env, mlp(env), config) is None
+
+
+def test_training_takes_the_cores_by_itself_and_looking_for_loops_costs_no_trace_of_the_environment():
+    config = dataclasses.replace(CONFIG, ppo=dataclasses.replace(PPO, n_envs=32, total_steps=320))
+    states, traces = {}, {}
+    for devices in (None, tuple(jax.devices())):
+        inner = Rooted(4)
+        env = EpisodeWrapper(inner, 3)
+        states[devices] = train_ppo(env, mlp(env), config, devices=devices).training_state
+        traces[devices] = inner.reset_traces, inner.step_traces
+    by_itself, told = states.values()
+    assert {len(leaf.addressable_shards) for leaf in jax.tree.leaves(by_itself)} == {2}
+    assert_same_bits(by_itself, told)
+    assert len(set(traces.values())) == 1, traces
+
+
+def test_each_device_computes_its_share_of_a_minibatchs_gradient():
+    env = EpisodeWrapper(Counter(4), 3)
+    networks = make_mlp_actor_critic(env.observation_size, env.action_size, [24], [24], nnx.Rngs(0))
+    with use_devices(jax.devices(), PPO):
+        state = initial_training_state(env, networks, CONFIG)
+        program = jax.jit(lambda state: ppo_step(env, PPO, state)).lower(state).compile().as_text()
+    # Two minibatches of 8 environments x 5 steps: 20 rows for the first layer, and each device takes 10 of them.
+    rows = {int(n) for n in re.findall(r"f32\[(\d+),24\]\S* dot\(", program)}
+    assert 10 in rows
+    assert 20 not in rows
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "expected"),
+    [
+        ("", "", physics.available_cpus()),
+        ("jax.config.update('jax_num_cpu_devices', 3)", "", 3),
+        ("jax.numpy.ones(1)", "", 1),
+        ("", "--xla_force_host_platform_device_count=3", 3),
+    ],
+)
+def test_importing_makes_a_device_of_each_core_unless_somebody_chose_a_number_or_jax_has_started(
+    before, flags, expected
+):
+    code = f"import jax; {before}\nimport nnx_ppo.algorithms.devices\nprint(len(jax.devices()))"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.stdout.split() == [str(expected)], found.stderr
 
 
 @pytest.mark.parametrize(("function", "chunked"), [(newton_root, True), (jnp.sin, False)])

@@ -166,7 +166,7 @@ def test_a_run_killed_many_times_ends_as_an_undisturbed_one(tmp_path, seed):
     check_killed_run(Runs(tmp_path / "runs", iterations=400), kills=15, seed=seed, least=8)
 
 
-SMOKE = ("--task", "cartpole_balance", "--smoke", "--checkpoint-every-steps", "1", "--ppo.total-steps", "60000")
+SMOKE = ("--task", "cartpole_balance", "--smoke", "--checkpoint-every-steps", "1", "--ppo.total-steps", "20000")
 
 
 @pytest.mark.parametrize("physics", ["native", pytest.param("jax", marks=pytest.mark.slow)])

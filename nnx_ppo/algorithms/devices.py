@@ -6,10 +6,15 @@ are those of a single device, except for the order in which sums are added up.
 
 The devices may belong to several processes, also on several machines: each calls `jax.distributed.initialize()` and
 then `train_ppo(devices=jax.devices())` with the same arguments.
+
+A CPU is one device by default, on which XLA runs a loop such as MJX's on one core. Importing this module makes a device
+of each core instead; `ppo.default_devices` says when they are used. `jax.config.update("jax_num_cpu_devices", 1)`,
+before or after, keeps it one.
 """
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +28,37 @@ from nnx_ppo.algorithms.types import TrainingState
 
 ENVS = "envs"
 """The axis of the mesh that environments are spread over."""
+
+
+LEAST_SHARE = 16
+"""Environments that a CPU's core should have, at least: its vector registers hold several side by side."""
+
+
+def split_cpu(n_devices: int | None = None) -> None:
+    """Make so many JAX devices of a CPU; by default one of each core, unless somebody has chosen a number before.
+
+    Without effect once JAX has computed something. A GPU stays what JAX computes on.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if n_devices is None:
+        if jax.config.jax_num_cpu_devices > 0:  # type: ignore[attr-defined]
+            return
+        n_devices = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", n_devices or 1)
+
+
+split_cpu()
+
+
+def cores_for(n_envs: int) -> list[Any]:
+    """The CPU devices that share out `n_envs` environments best; none on other hardware, or if the user chose one."""
+    devices = jax.local_devices()
+    if devices[0].platform != "cpu" or jax.config.jax_default_device is not None:  # type: ignore[attr-defined]
+        return []
+    usable = [n for n in range(2, len(devices) + 1) if n_envs % n == 0 and n_envs >= n * LEAST_SHARE]
+    return devices[: usable[-1]] if usable else []
 
 
 def use_devices(devices: Sequence[Any] | None, config: PPOConfig) -> contextlib.AbstractContextManager[Any]:

@@ -43,5 +43,13 @@ def stream_key(key: PRNGKeyArray, stream: Stream, counter: int | jax.Array = 0) 
 
 
 def keys_of_rows(key: PRNGKeyArray, first: int | jax.Array, n: int) -> PRNGKeyArray:
-    """`n` keys, of the numbers from `first` on; `first` may be an array of `n` multiples of `n`."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(n))
+    """`n` keys, of the numbers from `first` on; `first` may be an array of `n` multiples of `n`.
+
+    The number is added to the key, with no fold_in: counter-based generators take keys that count up (Salmon et al.
+    2011, "Parallel random numbers: as easy as 1, 2, 3"), and `key` itself is as good as random.
+    """
+    # The first word is a word of the key in all of JAX's generators, the last one may be a counter.
+    words = jax.random.key_data(key)
+    rows = jnp.broadcast_to(words, (n, *words.shape))
+    numbers = (first + jnp.arange(n)).astype(words.dtype)
+    return jax.random.wrap_key_data(rows.at[:, 0].add(numbers), impl=jax.random.key_impl(key))

@@ -23,7 +23,15 @@ from jaxtyping import Array, Bool, Float
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
-from nnx_ppo.algorithms.devices import place_network, place_state, replicate, spread, spread_state, use_devices
+from nnx_ppo.algorithms.devices import (
+    cores_for,
+    place_network,
+    place_state,
+    replicate,
+    spread,
+    spread_state,
+    use_devices,
+)
 from nnx_ppo.algorithms.keys import Stream, keys_of_rows, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
@@ -48,6 +56,7 @@ from nnx_ppo.algorithms.types import (
     VideoData,
     add_steps,
 )
+from nnx_ppo.algorithms.vectorize import has_open_loop
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.types import ModuleState, StatefulModule
 
@@ -87,9 +96,9 @@ def train_ppo(
         device need not wait for the host between iterations.
       nonfinite_fn: called after an iteration in which an environment went non-finite, with its last states and
         actions, if the environment has `replay_record` (`MjxEnv` does). Keeps that record of every step of a rollout.
-      devices: spread the environments over these, such as `jax.devices()`; None takes JAX's default device. If they
-        belong to several processes (`jax.distributed`), every process makes the same call; callbacks have to be given
-        in all of them and are called in the first one, except for `stop_fn`: a yes of any of them ends the run.
+      devices: spread the environments over these, such as `jax.devices()`; None takes what `default_devices` says. If
+        they belong to several processes (`jax.distributed`), every process makes the same call; callbacks have to be
+        given in all of them and are called in the first one, except for `stop_fn`: a yes of any of them ends the run.
 
     Returns:
       The final state, the metrics of the last iteration and the history of evaluations.
@@ -104,6 +113,8 @@ def train_ppo(
         config = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, total_steps=total_steps))
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
+    if devices is None:
+        devices = default_devices(env, networks, config.ppo)
     with use_devices(devices, config.ppo):
         if initial_state is None:
             program, inputs = lower_initial_state(env, networks, config)
@@ -131,6 +142,27 @@ def train_ppo(
             first_state=first_state,
             nonfinite_fn=nonfinite_fn,
         )
+
+
+def default_devices(env: RLEnv, networks: StatefulModule, config: PPOConfig) -> list[Any] | None:
+    """A CPU's cores, if the environment's step has an open-ended loop: XLA runs that on one core of a device.
+
+    None is JAX's default device.
+    """
+    cores = cores_for(config.n_envs)
+    if not cores:
+        return None
+    graphdef, params, variables = functional.split(networks)
+
+    def first_step(params: nnx.State, variables: nnx.State) -> Any:
+        env_states = rollout.reset(env, run_key(0), len(cores))
+        carry = functional.merge(graphdef, params, variables).initialize_state(len(cores))
+        out, _ = functional.apply(graphdef, params, variables, carry, env_states.obs)
+        return rollout.step(env, env_states, out.output.actions)
+
+    # Traced as it will be for training, so that this trace of the environment serves there too.
+    with use_devices(cores, config):
+        return cores if has_open_loop(first_step, params, variables) else None
 
 
 def default_config() -> TrainConfig:

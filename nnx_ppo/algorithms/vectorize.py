@@ -45,7 +45,7 @@ def _on_one_device(function: Callable[..., Any], lanes: int | None, *args: Any) 
     batched = jax.vmap(function)
     n_envs = jax.tree.leaves(args)[0].shape[0]
     lanes = lanes or LANES
-    if jax.default_backend() != "cpu" or n_envs <= lanes or not has_open_loop(function, *args):
+    if jax.default_backend() != "cpu" or n_envs <= lanes or not has_open_loop(function, *_one_of(args)):
         return batched(*args)
     return in_chunks(batched, args, n_envs, lanes)
 
@@ -67,13 +67,18 @@ def in_chunks(function: Callable[..., Any], args: Any, n_envs: int, lanes: int) 
 
 
 def has_open_loop(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether a function of one environment has a loop that ends when something has converged."""
+    """Whether `function(*args)` has a loop that ends when something has converged."""
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return any(equation.primitive.name == "while" for equation in equations(jaxpr.jaxpr))
+
+
+def _one_of(batch: Any) -> Any:
+    """The shapes of one environment's part of a batch."""
 
     def row(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=getattr(x.aval, "weak_type", False))
 
-    jaxpr = jax.make_jaxpr(function)(*jax.tree.map(row, args))
-    return any(equation.primitive.name == "while" for equation in equations(jaxpr.jaxpr))
+    return jax.tree.map(row, batch)
 
 
 def has_callback(jaxpr: Any) -> bool:

@@ -106,8 +106,9 @@ def _takes_sequences(module: StatefulModule) -> bool:
 
 
 def _as_one_batch(module: Any, state: ModuleState, obs: Any, rollout_extras: Any, done: Any) -> StatefulModuleOutput:
-    merge_axes = lambda x: x.reshape(-1, *x.shape[2:])
-    split_axes = lambda x: x.reshape(*done.shape, *x.shape[1:])
+    # Environments first: where they are spread over devices, so is the large batch then.
+    merge_axes = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+    split_axes = lambda x: x.reshape(*done.shape[::-1], *x.shape[1:]).swapaxes(0, 1)
     out = module(state, jax.tree.map(merge_axes, obs), jax.tree.map(merge_axes, rollout_extras))
     loss = out.regularization_loss
     return StatefulModuleOutput(
