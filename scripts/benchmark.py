@@ -128,14 +128,13 @@ def seconds_of_parts(env: Any, networks: Any, config: TrainConfig, options: argp
     actions = transitions.network_output.actions
 
     def environments(env_states: Any, actions: Any) -> Any:
-        key = state.rng_key
-        pool = rollout.empty_reset_pool(key, env_states)
+        pool = rollout.empty_reset_pool(env_states)
 
         def one_step(carry: Any, actions: Any) -> Any:
             env_states, pool = carry
             env_states = rollout.step(env, env_states, actions)
             outcome = rollout.read_outcome(env_states)
-            return rollout.restart(env, pool, env_states, outcome.done), outcome.rewards
+            return rollout.restart(env, pool, env_states, outcome.done, state.rng_key), outcome.rewards
 
         return jax.lax.scan(one_step, (env_states, pool), actions)
 

@@ -156,6 +156,7 @@ def check_killed_run(runs: Runs, kills: int, seed: int, least: int = 2) -> None:
     assert not list((runs.folder / "killed" / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path):
     check_killed_run(Runs(tmp_path / "runs", iterations=120), kills=3, seed=0)
 
@@ -230,6 +231,7 @@ def fill_disk(process: subprocess.Popen, largest_file: int, file: Path) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
 
+@pytest.mark.slow
 @limits_other_processes
 def test_a_disk_that_fills_up_while_metrics_are_written_does_not_end_the_run(tmp_path):
     runs = Runs(tmp_path / "runs", 200)
@@ -258,6 +260,7 @@ def test_a_disk_without_room_for_the_first_checkpoint_ends_the_run_at_once_with_
     assert not checkpoints(runs.folder / "run" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_an_extended_run_that_is_stopped_goes_on_by_the_plain_command(tmp_path):
     runs = Runs(tmp_path / "runs", 4, (*NOISY, "--keep-checkpoints", "none"))
     said, _ = (process := runs.new("run")).communicate(timeout=300)

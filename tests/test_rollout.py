@@ -26,7 +26,7 @@ from probe_envs import (
 
 from nnx_ppo.algorithms import ppo, rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig, TrainConfig
-from nnx_ppo.algorithms.keys import keys_of_rows
+from nnx_ppo.algorithms.keys import numbered_keys
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
@@ -266,7 +266,7 @@ def test_if_every_initial_state_is_broken_the_network_still_sees_no_nan():
 def test_one_broken_initial_state_leaves_the_others_as_they_are():
     env = BrokenResets(0.3)
     key = jax.random.key(1)
-    raw = jax.vmap(env.reset)(keys_of_rows(key, 0, 20))
+    raw = jax.vmap(env.reset)(numbered_keys(key, jnp.arange(20)))
     good = np.isfinite(raw.obs).all(-1)
     assert 0 < good.sum() < 20
     states = rollout.reset(env, key, 20)

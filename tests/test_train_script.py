@@ -480,6 +480,7 @@ def one_device_unless_asked(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=2", ""))
 
 
+@pytest.mark.slow
 def test_a_run_on_two_devices_says_so_and_goes_on_there(tmp_path, one_device_unless_asked):
     (tmp_path / "point.py").write_text(POINT_TASK)
     run = train("--task", "point.py", "--smoke", "--devices", "2", "--out", "run", cwd=tmp_path)

@@ -15,7 +15,7 @@ before or after, keeps it one.
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,9 +88,12 @@ def nearest_n_envs(config: PPOConfig, n_devices: int) -> int:
 
 
 def mesh_in_use() -> AbstractMesh | None:
-    """The mesh of `use_devices`, if there is more than one device; also while a program is being traced."""
+    """The mesh of `use_devices`, if there is more than one device; also while a program is being traced.
+
+    None within `on_each_device`: there every device is on its own.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if ENVS in mesh.axis_names else None
+    return mesh if ENVS in mesh.axis_names and ENVS not in mesh.manual_axes else None
 
 
 def spread(tree: Any, axis: int = 0) -> Any:
@@ -105,6 +108,22 @@ def spread(tree: Any, axis: int = 0) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(constrain, tree)
+
+
+def on_each_device(function: Callable[..., Any], *rows: Any, everywhere: Any = ()) -> Any:
+    """Within a program: `function(*rows, *everywhere)`, each device for its share of the rows, waiting for no other.
+
+    Args:
+      function: of batches; row i of its result depends on row i of its arguments only.
+      *rows: arguments with a leading axis [batch].
+      everywhere: further arguments, whole on every device.
+    """
+    mesh = mesh_in_use()
+    if mesh is None or jax.tree.leaves(rows)[0].shape[0] % mesh.size:
+        return function(*rows, *everywhere)
+    specs = (PartitionSpec(ENVS),) * len(rows) + (PartitionSpec(),) * len(everywhere)
+    share = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(ENVS), check_vma=False)
+    return share(*rows, *everywhere)
 
 
 def replicate(tree: Any) -> Any:

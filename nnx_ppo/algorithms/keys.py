@@ -8,7 +8,7 @@ import enum
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 
 class Stream(enum.IntEnum):
@@ -42,14 +42,13 @@ def stream_key(key: PRNGKeyArray, stream: Stream, counter: int | jax.Array = 0) 
     return jax.random.fold_in(key, (stream << _COUNTER_BITS) + counter)
 
 
-def keys_of_rows(key: PRNGKeyArray, first: int | jax.Array, n: int) -> PRNGKeyArray:
-    """`n` keys, of the numbers from `first` on; `first` may be an array of `n` multiples of `n`.
+def numbered_keys(key: PRNGKeyArray, numbers: Int[Array, " n"]) -> PRNGKeyArray:
+    """A key for each of some numbers, [n].
 
     The number is added to the key, with no fold_in: counter-based generators take keys that count up (Salmon et al.
     2011, "Parallel random numbers: as easy as 1, 2, 3"), and `key` itself is as good as random.
     """
     # The first word is a word of the key in all of JAX's generators, the last one may be a counter.
     words = jax.random.key_data(key)
-    rows = jnp.broadcast_to(words, (n, *words.shape))
-    numbers = (first + jnp.arange(n)).astype(words.dtype)
-    return jax.random.wrap_key_data(rows.at[:, 0].add(numbers), impl=jax.random.key_impl(key))
+    rows = jnp.broadcast_to(words, (*numbers.shape, *words.shape))
+    return jax.random.wrap_key_data(rows.at[:, 0].add(numbers.astype(words.dtype)), impl=jax.random.key_impl(key))

@@ -32,7 +32,7 @@ from nnx_ppo.algorithms.devices import (
     spread_state,
     use_devices,
 )
-from nnx_ppo.algorithms.keys import Stream, keys_of_rows, run_key, stream_key
+from nnx_ppo.algorithms.keys import Stream, numbered_keys, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
 from nnx_ppo.algorithms.optimizer import (
@@ -535,7 +535,7 @@ def first_env_states(env: RLEnv, key: jax.Array, n_envs: int, iteration: int | j
     """The very first states, with their time limits spread if the environment knows how (`randomize_phase`)."""
     states = rollout.reset(env, stream_key(key, Stream.INITIAL_RESET, iteration), n_envs)
     if hasattr(env, "randomize_phase"):
-        keys = keys_of_rows(stream_key(key, Stream.EPISODE_PHASE, iteration), 0, n_envs)
+        keys = numbered_keys(stream_key(key, Stream.EPISODE_PHASE, iteration), jnp.arange(n_envs))
         states = jax.vmap(env.randomize_phase)(states, keys)  # type: ignore[attr-defined]
     return states
 

@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig
-from nnx_ppo.algorithms.keys import Stream, keys_of_rows, stream_key
+from nnx_ppo.algorithms.devices import on_each_device
+from nnx_ppo.algorithms.keys import Stream, numbered_keys, stream_key
 from nnx_ppo.algorithms.types import Replaceable, TrainingState, Transition
 from nnx_ppo.algorithms.vectorize import vectorize
 from nnx_ppo.networks import functional
@@ -52,7 +53,7 @@ def _step(same: _Same, state: Any, action: Any) -> Any:
 
 def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
     """`n_envs` fresh initial states, all finite."""
-    return _checked_reset(env, keys_of_rows(key, 0, n_envs))[0]
+    return _checked_reset(env, numbered_keys(key, jnp.arange(n_envs)))[0]
 
 
 def _checked_reset(env: Any, keys: PRNGKeyArray) -> tuple[Any, Bool[Array, " batch"]]:
@@ -134,37 +135,44 @@ class ResetPool(Replaceable):
     """Whether the state is there and was not taken."""
     taken: Int[Array, " batch"]
     """How many states the environment has had."""
-    key: PRNGKeyArray
-    nonfinite: UInt32[Array, ""]
-    """Initial states that were replaced because they were not finite."""
+    nonfinite: UInt32[Array, " batch"]
+    """How many of them were replaced because they were not finite."""
+    row: Int[Array, " batch"]
+    """The environment's number."""
 
 
-def empty_reset_pool(key: PRNGKeyArray, env_states: Any) -> ResetPool:
+def empty_reset_pool(env_states: Any) -> ResetPool:
     """A pool with nothing in it yet; `env_states` gives the shapes."""
     batch = env_states.done.shape
-    return ResetPool(env_states, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32), key, jnp.zeros((), jnp.uint32))
+    none = jnp.zeros(batch, jnp.int32)
+    return ResetPool(env_states, jnp.zeros(batch, bool), none, none.astype(jnp.uint32), jnp.arange(*batch))
 
 
-def restart(env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batch"]) -> tuple[Any, ResetPool]:
-    """Put fresh initial states where `done`."""
+def restart(
+    env: Any, pool: ResetPool, env_states: Any, done: Bool[Array, " batch"], key: PRNGKeyArray
+) -> tuple[Any, ResetPool]:
+    """Put fresh initial states where `done`; `key` is the same for all steps of a rollout."""
+    n_envs = done.shape[0]
 
-    def exhausted(pool: ResetPool) -> Bool[Array, ""]:
+    def exhausted(pool: ResetPool, done: jax.Array) -> Bool[Array, ""]:
         return jnp.any(done & ~pool.fresh)
 
-    def draw(pool: ResetPool) -> ResetPool:
-        n_envs = done.shape[0]
-        states, nonfinite = _checked_reset(env, keys_of_rows(pool.key, pool.taken * n_envs, n_envs))
+    def draw(pool: ResetPool, key: PRNGKeyArray) -> ResetPool:
+        states, nonfinite = _checked_reset(env, numbered_keys(key, pool.taken * n_envs + pool.row))
         return pool.replace(
-            states=_like_tree(states, env_states),
+            states=_like_tree(states, pool.states),
             fresh=jnp.ones_like(pool.fresh),
             # Those that were still fresh come out as they were.
-            nonfinite=pool.nonfinite + jnp.sum(nonfinite & ~pool.fresh, dtype=jnp.uint32),
+            nonfinite=pool.nonfinite + (nonfinite & ~pool.fresh),
         )
 
-    # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
-    pool = jax.lax.while_loop(exhausted, draw, pool)
-    pool_left = pool.replace(fresh=pool.fresh & ~done, taken=pool.taken + done)
-    return tree_where(done, pool.states, env_states), pool_left
+    def take(pool: ResetPool, env_states: Any, done: jax.Array, key: PRNGKeyArray) -> tuple[Any, ResetPool]:
+        # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
+        pool = jax.lax.while_loop(lambda pool: exhausted(pool, done), lambda pool: draw(pool, key), pool)
+        pool_left = pool.replace(fresh=pool.fresh & ~done, taken=pool.taken + done)
+        return tree_where(done, pool.states, env_states), pool_left
+
+    return on_each_device(take, pool, env_states, done, everywhere=(key,))
 
 
 # --- what a step said -----------------------------------------------------------------------------------------
@@ -246,7 +254,7 @@ def unroll(
     Returns:
       The state with environments, carries and random streams moved on, and the transitions [time, batch, ...].
     """
-    pool = empty_reset_pool(stream_key(state.rng_key, Stream.RESET_POOL, state.iteration), state.env_states)
+    reset_key = stream_key(state.rng_key, Stream.RESET_POOL, state.iteration)
 
     def one_step(carry: Any, _: None) -> tuple[Any, Transition]:
         variables, network_states, env_states, pool = carry
@@ -268,10 +276,10 @@ def unroll(
             replay=jax.vmap(env.replay_record)(env_states) if keep_replay else None,
         )
         network_states = reset_carry(state.graphdef, state.params, variables, out.next_state, outcome.done)
-        next_env_states, pool = restart(env, pool, next_env_states, outcome.done)
+        next_env_states, pool = restart(env, pool, next_env_states, outcome.done, reset_key)
         return (variables, network_states, next_env_states, pool), transition
 
-    carry = (state.variables, state.network_states, state.env_states, pool)
+    carry = (state.variables, state.network_states, state.env_states, empty_reset_pool(state.env_states))
     (variables, network_states, env_states, pool), transitions = jax.lax.scan(
         one_step, carry, None, length=config.rollout_length
     )
@@ -279,7 +287,7 @@ def unroll(
         variables=variables,
         network_states=network_states,
         env_states=env_states,
-        nonfinite_steps=state.nonfinite_steps + pool.nonfinite,
+        nonfinite_steps=state.nonfinite_steps + jnp.sum(pool.nonfinite),
     )
     return state, transitions
 
@@ -304,12 +312,15 @@ def _final_values(
 ) -> Any:
     """The critic's view of final, pre-reset observations. Few steps end at a time limit: most skip the pass."""
 
-    def values() -> Any:
-        out, _ = functional.apply(state.graphdef, state.params, variables, carry, obs)
+    def values(obs: Any, carry: ModuleState, truncated: jax.Array, params: nnx.State, variables: nnx.State) -> Any:
+        out, _ = functional.apply(state.graphdef, params, variables, carry, obs)
         return jax.tree.map(lambda v: jnp.where(truncated, v, 0.0), out.output.value_estimates)
 
-    shapes = jax.eval_shape(values)
-    return jax.lax.cond(jnp.any(truncated), values, lambda: jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes))
+    def values_if_any(*args: Any) -> Any:
+        nothing = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), jax.eval_shape(values, *args))
+        return jax.lax.cond(jnp.any(args[2]), values, lambda *_: nothing, *args)
+
+    return on_each_device(values_if_any, obs, carry, truncated, everywhere=(state.params, variables))
 
 
 def _step_metrics(level: LoggingLevel, env_states: Any, network_metrics: Any, nonfinite: jax.Array) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
-from nnx_ppo.algorithms.devices import ENVS, mesh_in_use
+from nnx_ppo.algorithms.devices import on_each_device
 
 LANES = 64
 """Environments that a CPU steps together, where their step has a loop that runs until it has converged.
@@ -32,13 +31,8 @@ def vectorize(function: Callable[..., Any], *args: Any, lanes: int | None = None
       *args: its arguments with a leading axis [batch].
       lanes: environments in a chunk; None takes `LANES`.
     """
-    mesh = mesh_in_use()
-    if mesh is not None and jax.tree.leaves(args)[0].shape[0] % mesh.size == 0:
-        # Left to itself, XLA lets every device call the native engine for all environments.
-        share = functools.partial(_on_one_device, function, lanes)
-        rows = PartitionSpec(ENVS)
-        return jax.shard_map(share, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(*args)
-    return _on_one_device(function, lanes, *args)
+    # Left to itself, XLA lets every device call the native engine for all environments.
+    return on_each_device(functools.partial(_on_one_device, function, lanes), *args)
 
 
 def _on_one_device(function: Callable[..., Any], lanes: int | None, *args: Any) -> Any:
