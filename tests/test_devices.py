@@ -48,7 +48,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["native physics", "restarts", pytest.param("recurrent", marks=pytest.mark.slow), "several rewards"]
+)
 def test_two_devices_train_to_the_same_numbers_as_one(case):
     make_env, make_network = CASES[case]
     env, records = make_env(), {}

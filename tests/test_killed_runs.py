@@ -208,7 +208,8 @@ def test_a_run_folder_that_is_in_use_is_refused_and_is_free_once_its_process_was
     kill(third)
 
 
-@pytest.mark.parametrize("step", [0, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 80])
 def test_a_run_that_only_has_an_early_checkpoint_left_repeats_the_rest_with_every_record_once(tmp_path, step):
     runs = Runs(tmp_path / "runs", 6, (*NOISY, "--keep-checkpoints", "none"))
     said, _ = (process := runs.new("run")).communicate(timeout=300)

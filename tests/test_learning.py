@@ -1,5 +1,6 @@
 """Probe environments whose solution is known on paper, trained from scratch."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,6 +65,20 @@ def test_an_action_is_found_that_maximises_the_reward():
 def test_the_action_depends_on_the_observation():
     network, _ = train(ActionReward(), 60_000)
     np.testing.assert_allclose(actions(network, [1.0], [-1.0])[:, 0], [0.5, -0.5], atol=0.1)
+
+
+def test_a_network_that_computes_in_bfloat16_learns_and_tells_likelihoods_and_values_in_float32():
+    env = ActionReward()
+    network = make_mlp_actor_critic(1, 1, [8], [8], nnx.Rngs(0), normalize_obs=False, activation="tanh")
+    for _, module in nnx.iter_graph(network):
+        if isinstance(module, nnx.Linear):
+            module.dtype = jnp.bfloat16
+    network, _ = train(env, 60_000, network)
+    out = network(network.initialize_state(2), jnp.array([[1.0], [-1.0]])).output
+    np.testing.assert_allclose(out.actions[:, 0], [0.5, -0.5], atol=0.1)
+    assert out.loglikelihoods.dtype == out.value_estimates.dtype == jnp.float32
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(network, nnx.Param))}
+    assert kinds == {jnp.dtype(jnp.float32)}
 
 
 class Blind:

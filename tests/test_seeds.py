@@ -150,6 +150,7 @@ def test_the_environment_is_traced_as_often_for_three_seeds_as_for_one():
     assert (three.step_traces, three.reset_traces) == (one.step_traces, one.reset_traces)
 
 
+@pytest.mark.slow
 def test_logging_levels_reach_every_seed():
     config = TrainConfig(ppo=PPOConfig(**{**vars(PPO), "logging_level": LoggingLevel.ALL}), eval=CONFIG.eval)
     result = train_ppo_seeds(EpisodeWrapper(Counter(4), 3), make_networks, config, (0, 1))

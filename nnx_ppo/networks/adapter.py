@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_ppo.networks.routing import KeyedContainer, check_modules
+from nnx_ppo.networks.sampling_layers import at_least_float32
 from nnx_ppo.networks.types import PPONetworkOutput, StatefulModule
 
 
@@ -37,6 +38,7 @@ class PPOAdapter(KeyedContainer):
         loglikelihoods = _of_samplers(action, "log_likelihood")
         # Leading axes are those of a log-likelihood: [batch], or [time, batch].
         leading = jax.tree.leaves(loglikelihoods)[0].ndim
+        value = jax.tree.map(at_least_float32, value)
         return PPONetworkOutput(
             actions=_of_samplers(action, "action"),
             loglikelihoods=loglikelihoods,

@@ -19,7 +19,8 @@ class Dense(StatefulModule):
       out_features: size of the last axis of the output.
       rngs: stream that the initial parameters are drawn from.
       activation: applied to the result; None leaves it linear.
-      **linear_kwargs: passed on to `nnx.Linear`, such as `kernel_init` or `use_bias`.
+      **linear_kwargs: passed on to `nnx.Linear`, such as `kernel_init`, `use_bias`, or `dtype=jnp.bfloat16`, in
+        which it then computes, with float32 parameters.
     """
 
     def __init__(

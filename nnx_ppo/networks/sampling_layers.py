@@ -62,7 +62,7 @@ class NormalTanhSampler(ActionSampler):
                 f"NormalTanhSampler got {obs.shape[-1]} features; it takes a mean and a scale per action, so an even "
                 "number: give the layer before it 2 * action_size outputs."
             )
-        mean, scale = jnp.split(obs, 2, axis=-1)
+        mean, scale = jnp.split(at_least_float32(obs), 2, axis=-1)
         std = (jax.nn.softplus(scale) + self.min_std) * self.std_scale
         if rollout_extras is not None:
             raw_action = rollout_extras
@@ -139,6 +139,7 @@ class NormalSampler(ActionSampler):
                 f"NormalSampler({self.action_size}) takes one mean per action and got {shape_of(obs)}: give the layer "
                 f"before it {self.action_size} outputs."
             )
+        obs = at_least_float32(obs)
         std = jnp.broadcast_to(jnp.maximum(jnp.exp(self.log_std.get_value()), self.min_std), obs.shape)
         if rollout_extras is not None:
             action = rollout_extras
@@ -185,7 +186,7 @@ class CategoricalSampler(ActionSampler):
         rollout_extras: Int[Array, "*batch"] | None = None,
     ) -> StatefulModuleOutput:
         """Sample or replay; the log-likelihood and the loss are [*batch]."""
-        log_p = jax.nn.log_softmax(obs)
+        log_p = jax.nn.log_softmax(at_least_float32(obs))
         if rollout_extras is not None:
             action = rollout_extras
         elif self.deterministic:
@@ -207,6 +208,11 @@ class CategoricalSampler(ActionSampler):
             metrics={"probabilities": p},
             rollout_extras=action,
         )
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Layers may compute in bfloat16; a likelihood or a value needs more digits than its eight bits."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def normal_log_density(x: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
