@@ -154,24 +154,25 @@ def restart(
     """Put fresh initial states where `done`; `key` is the same for all steps of a rollout."""
     n_envs = done.shape[0]
 
-    def exhausted(pool: ResetPool, done: jax.Array) -> Bool[Array, ""]:
-        return jnp.any(done & ~pool.fresh)
-
-    def draw(pool: ResetPool, key: PRNGKeyArray) -> ResetPool:
-        states, nonfinite = _checked_reset(env, numbered_keys(key, pool.taken * n_envs + pool.row))
-        return pool.replace(
-            states=_like_tree(states, pool.states),
-            fresh=jnp.ones_like(pool.fresh),
-            # Those that were still fresh come out as they were.
-            nonfinite=pool.nonfinite + (nonfinite & ~pool.fresh),
-        )
-
     def take(pool: ResetPool, env_states: Any, done: jax.Array, key: PRNGKeyArray) -> tuple[Any, ResetPool]:
+        def exhausted(pool: ResetPool) -> Bool[Array, ""]:
+            return jnp.any(done & ~pool.fresh)
+
+        def draw(pool: ResetPool) -> ResetPool:
+            states, nonfinite = _checked_reset(env, numbered_keys(key, pool.taken * n_envs + pool.row))
+            return pool.replace(
+                states=_like_tree(states, env_states),
+                fresh=jnp.ones_like(pool.fresh),
+                # Those that were still fresh come out as they were.
+                nonfinite=pool.nonfinite + (nonfinite & ~pool.fresh),
+            )
+
         # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
-        pool = jax.lax.while_loop(lambda pool: exhausted(pool, done), lambda pool: draw(pool, key), pool)
+        pool = jax.lax.while_loop(exhausted, draw, pool)
         pool_left = pool.replace(fresh=pool.fresh & ~done, taken=pool.taken + done)
         return tree_where(done, pool.states, env_states), pool_left
 
+    # A state that is not finite is replaced by one of the same device, the only case in which their number matters.
     return on_each_device(take, pool, env_states, done, everywhere=(key,))
 
 
