@@ -238,6 +238,17 @@ def test_when_videos_are_due_faster_than_made_the_oldest_waiting_one_is_skipped(
     assert "skipped" in caplog.text
 
 
+def test_a_job_that_the_thread_has_not_taken_up_yet_takes_no_place_from_those_that_wait(monkeypatch):
+    worker, made, begin = VideoWorker(waiting=2), [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    for i in range(4):
+        worker.submit(lambda i=i: made.append(i))
+        assert worker.skipped == (1 if i == 3 else 0)
+    begin(worker._thread)
+    worker.close()
+    assert made == [1, 2, 3]
+
+
 def test_closing_does_not_wait_for_ever_and_says_what_is_lost(caplog):
     worker, go_on = VideoWorker(), threading.Event()
     worker.submit(go_on.wait)

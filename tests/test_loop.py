@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from probe_envs import Counter, Readout, TwoArms, assert_same_bits, two_arm_network
 
-from nnx_ppo.algorithms import ppo
+from nnx_ppo.algorithms import ppo, video_recorder
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig, TrainConfig, VideoConfig
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.types import TrainResult, VideoData, add_steps
@@ -378,6 +378,57 @@ def test_a_video_has_a_frame_for_the_initial_state_and_for_every_step(start, lim
         assert data.frames[:, 0, 0, 0].tolist() == list(range(length + 1))
         assert (data.episode_length, data.episode_reward) == (length, length * (length + 1) / 2)
         assert (type(data.episode_length), type(data.episode_reward), type(data.step)) == (int, float, int)
+
+
+class Obedient(Rendered):
+    """The reward is the action."""
+
+    def step(self, state, action):
+        state = super().step(state, action)
+        return state.replace(reward=action[0])
+
+
+class Weight(Readout):
+    """Acts as its parameter says, which `fake_iteration` moves by one."""
+
+    def __call__(self, state, obs, rollout_extras=None):
+        out = super().__call__(state, obs, rollout_extras)
+        actions = jnp.full((*obs.shape[:-1], 1), self.weight.get_value())
+        return out.replace(output=out.output.replace(actions=actions))
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "stop_at", "expected"),
+    [
+        (40, 20, None, {0: 0, 20: 6, 40: 12}),  # three steps, each rewarded with the iterations done
+        (20, 10, None, {0: 0, 10: 3, 20: 6}),
+        (10, 1000, None, {0: 0}),
+        (0, 1000, None, {0: 0}),
+        (40, 1000, 10, {0: 0}),
+    ],
+)
+def test_a_video_shows_the_policy_of_its_step_also_where_it_is_recorded_later(total, every, stop_at, expected):
+    config = TrainConfig(ppo=PPOConfig(n_envs=2, n_minibatches=1))
+    env, network = Obedient(3), Weight(0.0)
+    journal = Journal(stop_at=stop_at)
+    video = VideoConfig(enabled=True, every_steps=every, episode_length=5)
+    state = ppo.initial_training_state(env, network, config)
+    run(state, journal, total_steps=total, env=env, network=network, video=video)
+    assert {data.step: data.episode_reward for data in journal.videos} == expected
+    assert [data.step for data in journal.videos] == sorted(expected)
+
+
+def test_the_first_iteration_does_not_wait_for_the_program_of_videos(start, monkeypatch):
+    journal, compile_programs = Journal(), video_recorder.compile_programs
+
+    def noted(programs):
+        journal.entries.append(("compile", *programs))
+        return compile_programs(programs)
+
+    monkeypatch.setattr(video_recorder, "compile_programs", noted)
+    run(start, journal, video=VideoConfig(enabled=True, every_steps=1000, episode_length=2))
+    assert journal.entries[:3] == [("log", 0), ("log", 10), ("compile", "video")]
+    assert journal.entries.count(("compile", "video")) == 1
 
 
 @pytest.mark.parametrize(("env", "has_video_fn", "missing"), [(LIMITED, True, "render"), (ENV, False, "video_fn")])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,9 @@ def run(start, order, total_steps=40, level=LoggingLevel.LOSSES, stop_fn=None, l
     def dispatching(programs):
         compiled = compile_programs(programs)
 
-        def training():
-            return lambda state: order.append("dispatch") or compiled["training"]()(state)
-
+        program = compiled["training"].result()
+        training = Future()
+        training.set_result(lambda state: order.append("dispatch") or program(state))
         return {**compiled, "training": training}
 
     compile_programs, device_get = loop.compile_programs, jax.device_get

@@ -209,3 +209,14 @@ def to_default_device(tree: Any) -> Any:
         return jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device)
 
     return jax.tree.map(put, tree)
+
+
+def copy_arrays(tree: Any) -> Any:
+    """The same arrays in memory of their own, on the same devices; compiles nothing."""
+
+    def copy(array: jax.Array) -> jax.Array:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(copy(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+        return jax.device_put(array, array.sharding if array.committed else None, may_alias=False)
+
+    return jax.tree.map(copy, tree)

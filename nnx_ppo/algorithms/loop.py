@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,21 @@ import numpy as np
 from flax import nnx
 
 from nnx_ppo.algorithms import rollout
+from nnx_ppo.algorithms.compilation import compile_programs
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, TrainConfig
-from nnx_ppo.algorithms.devices import any_process, gather, replicate, spans_processes, spread_state, to_default_device
+from nnx_ppo.algorithms.devices import (
+    any_process,
+    copy_arrays,
+    gather,
+    replicate,
+    spans_processes,
+    spread_state,
+    to_default_device,
+)
 from nnx_ppo.algorithms.keys import Stream, stream_key
-from nnx_ppo.algorithms.metrics import Packed, evaluation_metrics, pack, unpack
+from nnx_ppo.algorithms.metrics import Packed, Part, evaluation_metrics, merged, pack, throughput, unpack
 from nnx_ppo.algorithms.types import LogFn, NonFiniteEpisode, StopFn, TrainingState, TrainResult, VideoData
-from nnx_ppo.algorithms.vectorize import has_callback
-from nnx_ppo.algorithms.video_worker import VideoWorker, stack_frames
+from nnx_ppo.algorithms.video_recorder import VideoRecorder
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.types import StatefulModule
 
@@ -107,7 +114,7 @@ def run_training(
             nnx.update(networks, *to_default_device((loop.state.params, loop.state.variables)))
         if hasattr(checkpoint_fn, "wait"):
             checkpoint_fn.wait()  # type: ignore[union-attr]
-        loop.video_worker.close()
+        loop.close()
 
 
 class TrainingLoop:
@@ -133,32 +140,37 @@ class TrainingLoop:
         self.timed = LoggingLevel.THROUGHPUT in config.ppo.logging_level
         self.eval_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
-        self.video_worker = VideoWorker()
         self.pending: Pending | None = None
+        self.video_recorder = self._make_video_recorder(state)
         self.actions = self._make_actions()
         self.compiling_since: float | None = time.perf_counter()
         self.compiled = compile_programs(self._programs(state))
         # An iteration consumes its argument; what the caller holds (a state, a network) must outlive it.
         self.state = copy_arrays(first_state() if first_state else state)
         self.steps = self.state.steps_taken
-        self.iteration = int(self.state.iteration)
+        self.first_iteration = self.iteration = int(self.state.iteration)
         self.nonfinite_steps = int(self.state.nonfinite_steps)
 
     def run(self, resumed: bool) -> TrainResult:
         """The start, the iterations, the end."""
         if not resumed:
             self._start()
-        first_iteration = self.iteration
         while self.steps < self.programs.total_steps:
             self._iterate()
             if self._asked_to_stop():
                 self.flush()
                 self._end_early()
                 break
+        self._record_start()
         self.flush()
         return TrainResult(
-            self.state, self.final_metrics, self.eval_history, self.steps, self.iteration - first_iteration
+            self.state, self.final_metrics, self.eval_history, self.steps, self.iteration - self.first_iteration
         )
+
+    def close(self) -> None:
+        """Finish the videos that are being drawn."""
+        if self.video_recorder is not None:
+            self.video_recorder.close()
 
     def _asked_to_stop(self) -> bool:
         if self.stop_fn is None:
@@ -184,10 +196,13 @@ class TrainingLoop:
             self.checkpoint_fn.commit()  # type: ignore[union-attr]
 
     def _iterate(self) -> None:
+        self._record_start(wait=False)
         compile_time = self._compile_time() if self.timed else {}
         started = time.perf_counter()
-        self.state, packed = self.compiled["training"]()(self.state)
+        self.state, packed = self.compiled["training"].result()(self.state)
         self.flush()
+        if self.video_recorder is not None and self.iteration > self.first_iteration:
+            self.video_recorder.compile()
         before, self.steps = self.steps, self.steps + self.programs.steps_per_iteration
         self.iteration += 1
         self.pending = Pending(self.steps, packed, [compile_time])
@@ -210,7 +225,7 @@ class TrainingLoop:
         if self.compiling_since is None:
             return {}
         for compiled in self.compiled.values():
-            compiled()
+            compiled.result()
         seconds, self.compiling_since = time.perf_counter() - self.compiling_since, None
         return {"time/compile_s": seconds}
 
@@ -288,47 +303,43 @@ class TrainingLoop:
         actions = []
         if config.eval.enabled:
             actions.append(Action("evaluation", config.eval.every_steps, self._evaluate))
-        if config.video.enabled:
-            missing = self._missing_for_video()
-            if missing:
-                print(f"No videos: video.enabled is set, but {missing}.", file=sys.stderr)
-            else:
-                actions.append(Action("video", config.video.every_steps, self._record, at_end=False))
+        if self.video_recorder is not None:
+            actions.append(Action("video", config.video.every_steps, self._record, at_end=False))
         if self.checkpoint_fn is not None:
             actions.append(Action("checkpoint", config.checkpoint_every_steps, self._save))
         return actions
 
-    def _missing_for_video(self) -> str:
+    def _make_video_recorder(self, state: TrainingState) -> VideoRecorder | None:
+        env, config = self.programs.eval_env, self.config.video
+        if not config.enabled or config.every_steps <= 0:
+            return None
         if self.video_fn is None:
-            return "no video_fn was given (file_video_fn writes mp4 files, wandb_video_fn logs to W&B)"
-        if not callable(getattr(self.programs.eval_env, "render", None)):
-            return f"{type(self.programs.eval_env).__name__} has no render method"
-        return ""
+            missing = "no video_fn was given (file_video_fn writes mp4 files, wandb_video_fn logs to W&B)"
+        elif not callable(getattr(env, "render", None)):
+            missing = f"{type(env).__name__} has no render method"
+        else:
+            graphdef = functional.evaluation_graphdef(state.graphdef, state.params, state.variables)
+            network = (state.params, state.variables, state.rng_key)
+            return VideoRecorder(env, config, graphdef, network, self.video_fn, self.tells, self.timed)
+        print(f"No videos: video.enabled is set, but {missing}.", file=sys.stderr)
+        return None
 
     def _programs(self, state: TrainingState) -> dict[str, Any]:
         """What to compile: name -> (jitted function, arguments or their shapes)."""
-        env = self.programs.eval_env
-        graphdef = functional.evaluation_graphdef(state.graphdef, state.params, state.variables)
-        network = (state.params, state.variables, state.rng_key)
         programs: dict[str, Any] = {
             "training": (jax.jit(functools.partial(train_and_pack, self.programs.train), donate_argnums=0), (state,))
         }
-        for action in self.actions:
-            if action.every_steps <= 0:
-                continue
-            if action.name == "evaluation":
-                program = functools.partial(evaluate_and_pack, env, self.config.eval, graphdef)
-                programs["evaluation"] = (jax.jit(program), network)
-            if action.name == "video":
-                program = functools.partial(record_everywhere, env, self.config.video.episode_length, graphdef)
-                programs["video"] = (jax.jit(program), network)
+        if any(action.name == "evaluation" and action.every_steps > 0 for action in self.actions):
+            graphdef = functional.evaluation_graphdef(state.graphdef, state.params, state.variables)
+            program = functools.partial(evaluate_and_pack, self.programs.eval_env, self.config.eval, graphdef)
+            programs["evaluation"] = (jax.jit(program), (state.params, state.variables, state.rng_key))
         return programs
 
     def _key(self, stream: Stream) -> jax.Array:
         return stream_key(self.state.rng_key, stream, self.iteration)
 
     def _evaluate(self, state: TrainingState, steps: int) -> "list[Part]":
-        program = self.compiled["evaluation"]()  # May still be compiling, which is not evaluation's time.
+        program = self.compiled["evaluation"].result()  # May still be compiling, which is not evaluation's time.
         started = time.perf_counter()
         packed, env_steps = program(state.params, state.variables, self._key(Stream.EVALUATION))
         if not self.timed:
@@ -337,23 +348,20 @@ class TrainingLoop:
         return [packed, throughput("eval", env_steps, time.perf_counter() - started)]
 
     def _record(self, state: TrainingState, steps: int) -> "list[Part]":
-        program = self.compiled["video"]()
-        started = time.perf_counter()
-        recording = program(state.params, state.variables, self._key(Stream.VIDEO))
-        env, video_fn, render_kwargs = self.programs.eval_env, self.video_fn, self.config.video.render_kwargs
-
-        def render() -> None:
-            assert video_fn is not None
-            states = rollout.trajectory(recording)
-            frames = stack_frames(env.render(states, **render_kwargs))
-            video_fn(VideoData(frames, steps, float(recording.reward), int(recording.length)))
-
-        if self.tells:
-            self.video_worker.submit(render)
-        if not self.timed:
+        assert self.video_recorder is not None
+        network = (state.params, state.variables, self._key(Stream.VIDEO))
+        # The first iteration does not wait for a video's program.
+        if steps < self.programs.total_steps and self.iteration == self.first_iteration:
+            self.video_recorder.postpone(network, steps)
             return []
-        length = int(recording.length)
-        return [throughput("video", length, time.perf_counter() - started)]
+        return self.video_recorder.record(network, steps)
+
+    def _record_start(self, wait: bool = True) -> None:
+        """The video that waits for its program since the start."""
+        if self.video_recorder is not None:
+            parts = self.video_recorder.record_postponed(wait)
+            if self.pending is not None:
+                self.pending.parts += parts
 
     def _save(self, state: TrainingState, steps: int) -> "list[Part]":
         assert self.checkpoint_fn is not None
@@ -365,21 +373,6 @@ class TrainingLoop:
         return [{"time/checkpoint_s": time.perf_counter() - started}] if self.timed else []
 
 
-def copy_arrays(tree: Any) -> Any:
-    """The same arrays in memory of their own, on the same devices; compiles nothing."""
-
-    def copy(array: jax.Array) -> jax.Array:
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(copy(jax.random.key_data(array)), impl=jax.random.key_impl(array))
-        return jax.device_put(array, array.sharding if array.committed else None, may_alias=False)
-
-    return jax.tree.map(copy, tree)
-
-
-Part = Packed | dict[str, float]
-"""Some of an iteration's metrics: a program's, still on the device, or what the host measured."""
-
-
 @dataclass
 class Pending:
     """An iteration whose metrics have not been handed on yet."""
@@ -389,36 +382,6 @@ class Pending:
     """Of metrics and health; None at the start."""
     parts: list[Part]
     """What else happened in it."""
-
-
-def merged(parts: list[Any]) -> dict[str, Any]:
-    """One dict of Python numbers and NumPy arrays, of parts that are on the host."""
-    metrics: dict[str, Any] = {}
-    for part in parts:
-        metrics |= unpack(part) if isinstance(part, Packed) else part
-    return {name: np.asarray(value).item() if np.ndim(value) == 0 else value for name, value in metrics.items()}
-
-
-def throughput(phase: str, env_steps: int, seconds: float) -> dict[str, float]:
-    """Speed and duration of a phase."""
-    return {f"throughput/{phase}_sps": env_steps / seconds, f"time/{phase}_s": seconds}
-
-
-def compile_programs(programs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Trace every program here and compile all of them at once; name -> a function that waits for it.
-
-    A compiled program refuses arguments of other shapes or types, so nothing is ever traced again unnoticed.
-    """
-    pool = ThreadPoolExecutor(max_workers=len(programs), thread_name_prefix="compile")
-    futures = {}
-    for name, (jitted, args) in programs.items():
-        traced = jitted.trace(*args)
-        # Evaluation on the native engine spends its time there: optimising the rest would only delay the start.
-        quick = name != "training" and has_callback(traced.jaxpr)
-        lowered = traced.lower()
-        futures[name] = pool.submit(functional.compile_quickly, lowered) if quick else pool.submit(lowered.compile)
-    pool.shutdown(wait=False)
-    return {name: future.result for name, future in futures.items()}
 
 
 def train_and_pack(
@@ -441,8 +404,3 @@ def evaluate_and_pack(
     """The metrics of an evaluation, and the environment steps that it took."""
     episodes = rollout.evaluate(env, config, graphdef, params, variables, key)
     return replicate((pack(evaluation_metrics(episodes, config.logging_percentiles)), jnp.sum(episodes.lifespan)))
-
-
-def record_everywhere(*args: Any) -> rollout.Recording:
-    """`rollout.record_episode`, with the recording whole on every device."""
-    return replicate(rollout.record_episode(*args))

@@ -291,3 +291,23 @@ def unpack(packed: Packed) -> Any:
     words, others = iter(np.moveaxis(np.asarray(packed.words), -1, 0)), iter(packed.others)
     leaves = [next(others) if dtype is None else next(words).view(dtype) for dtype in packed.dtypes]
     return jax.tree.unflatten(packed.structure, leaves)
+
+
+# --- records --------------------------------------------------------------------------------------------------
+
+
+Part = Packed | dict[str, float]
+"""Some of an iteration's metrics: a program's, still on the device, or what the host measured."""
+
+
+def merged(parts: list[Any]) -> dict[str, Any]:
+    """One dict of Python numbers and NumPy arrays, of parts that are on the host."""
+    metrics: dict[str, Any] = {}
+    for part in parts:
+        metrics |= unpack(part) if isinstance(part, Packed) else part
+    return {name: np.asarray(value).item() if np.ndim(value) == 0 else value for name, value in metrics.items()}
+
+
+def throughput(phase: str, env_steps: int, seconds: float) -> dict[str, float]:
+    """Speed and duration of a phase."""
+    return {f"throughput/{phase}_sps": env_steps / seconds, f"time/{phase}_s": seconds}

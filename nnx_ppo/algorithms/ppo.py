@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
+from nnx_ppo.algorithms.compilation import begin_to_compile
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.devices import (
     cores_for,
@@ -118,7 +119,8 @@ def train_ppo(
     with use_devices(devices, config.ppo):
         if initial_state is None:
             program, inputs = lower_initial_state(env, networks, config)
-            state, first_state = place_state(program.out_info), lambda: functional.compile_quickly(program)(*inputs)
+            compiled = begin_to_compile(program, quick=True)
+            state, first_state = place_state(program.out_info), lambda: compiled.result()(*inputs)
         else:
             state, first_state = place_state(with_env_states(env, initial_state, config.ppo)), None
         keep_replay = nonfinite_fn is not None and has_replay_record(env, state.env_states)

@@ -6,7 +6,8 @@ less than as many runs one after another.
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_ppo.algorithms.compilation import compile_programs
 from nnx_ppo.algorithms.config import TrainConfig
 from nnx_ppo.algorithms.keys import Stream, run_key, stream_key
-from nnx_ppo.algorithms.loop import compile_programs, evaluate_and_pack, train_and_pack
+from nnx_ppo.algorithms.loop import evaluate_and_pack, train_and_pack
 from nnx_ppo.algorithms.metrics import Packed, unpack
 from nnx_ppo.algorithms.ppo import first_training_state, ppo_step
 from nnx_ppo.algorithms.types import LogFn, RLEnv, StopFn, TrainingState
@@ -126,7 +128,7 @@ class _Run:
         config: TrainConfig,
         seeds: tuple[int, ...],
         state: TrainingState,
-        compiled: dict[str, Callable[[], Any]],
+        compiled: Mapping[str, Future],
         evaluates: bool,
         log_fn: LogFn | None,
         stop_fn: StopFn | None,
@@ -163,7 +165,7 @@ class _Run:
         )
 
     def _iterate(self) -> None:
-        self.state, packed = self.compiled["training"]()(self.state)
+        self.state, packed = self.compiled["training"].result()(self.state)
         self._flush()
         config = self.config
         before, self.steps = self.steps, self.steps + config.ppo.n_envs * config.ppo.rollout_length
@@ -176,7 +178,7 @@ class _Run:
 
     def _evaluate(self) -> Packed:
         key = jax.vmap(functools.partial(stream_key, stream=Stream.EVALUATION, counter=self.iteration))
-        program = self.compiled["evaluation"]()
+        program = self.compiled["evaluation"].result()
         return program(self.state.params, self.state.variables, key(self.state.rng_key))[0]
 
     def _evaluate_once_more(self) -> None:

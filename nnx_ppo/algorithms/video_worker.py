@@ -40,7 +40,8 @@ class VideoWorker:
         with self._changed:
             if self._closed:
                 raise RuntimeError("This VideoWorker is closed; make a new one for more videos.")
-            if len(self._jobs) == self._limit:
+            # Until the thread has taken up its first job, that one waits too.
+            if len(self._jobs) + self._running > self._limit:
                 self._jobs.popleft()
                 self.skipped += 1
                 log.warning(
