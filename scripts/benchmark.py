@@ -128,7 +128,8 @@ def seconds_of_parts(env: Any, networks: Any, config: TrainConfig, options: argp
     actions = transitions.network_output.actions
 
     def environments(env_states: Any, actions: Any) -> Any:
-        pool = rollout.empty_reset_pool(env_states)
+        kept = rollout.kept_leaves(env, env_states, jax.tree.map(lambda x: x[0], actions))
+        pool = rollout.empty_reset_pool(env_states, kept)
 
         def one_step(carry: Any, actions: Any) -> Any:
             env_states, pool = carry

@@ -21,9 +21,10 @@ from nnx_ppo.algorithms import vectorize as vectorize_module
 from nnx_ppo.algorithms.checkpointing import load_checkpoint, make_checkpoint_fn
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.devices import use_devices
+from nnx_ppo.algorithms.jaxprs import has_open_loop
 from nnx_ppo.algorithms.optimizer import new_optimizer_state
 from nnx_ppo.algorithms.ppo import default_devices, initial_training_state, ppo_step, train_ppo
-from nnx_ppo.algorithms.vectorize import has_open_loop, in_chunks, vectorize
+from nnx_ppo.algorithms.vectorize import in_chunks, vectorize
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from nnx_ppo.algorithms.vectorize import has_callback
+from nnx_ppo.algorithms.jaxprs import has_callback
 from nnx_ppo.networks import functional
 
 

@@ -33,6 +33,7 @@ from nnx_ppo.algorithms.devices import (
     spread_state,
     use_devices,
 )
+from nnx_ppo.algorithms.jaxprs import has_open_loop
 from nnx_ppo.algorithms.keys import Stream, numbered_keys, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
@@ -57,7 +58,6 @@ from nnx_ppo.algorithms.types import (
     VideoData,
     add_steps,
 )
-from nnx_ppo.algorithms.vectorize import has_open_loop
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.types import ModuleState, StatefulModule
 
@@ -243,8 +243,11 @@ class Minibatch(Replaceable):
     def take(self, rows: jax.Array) -> "Minibatch":
         """The sequences of some environments."""
         carry = jax.tree.map(lambda x: x[rows], self.network_states)
-        sequences = jax.tree.map(lambda x: x[:, rows], self.replace(network_states=()))
-        return spread(sequences, axis=1).replace(network_states=spread(carry))
+        sequences = jax.tree.map(lambda x: x[:, rows], self.replace(network_states=(), advantages=()))
+        # Each device normalises all advantages of a minibatch rather than wait for the others' sums.
+        everywhere = replicate(rows)
+        advantages = replicate(jax.tree.map(lambda x: x[:, everywhere], self.advantages))
+        return spread(sequences, axis=1).replace(advantages=advantages, network_states=spread(carry))
 
 
 def update(
@@ -428,7 +431,7 @@ def pair_heads(config: PPOConfig, loglikelihoods: Any, batch: Minibatch) -> list
 
 def normalized(advantage: Any) -> Float[Array, "..."]:
     """Zero mean and unit variance."""
-    return (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
+    return spread((advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8), axis=1)
 
 
 def mean_entropy(output: Any) -> Float[Array, ""]:
@@ -492,9 +495,7 @@ def first_training_state(
     """`initial_training_state` of a network in training mode that is split already; pure."""
     env_states = first_env_states(env, key, config.n_envs)
     network_states = functional.merge(graphdef, params, variables).initialize_state(config.n_envs)
-    out = jax.eval_shape(
-        lambda *args: functional.apply(graphdef, *args)[0], params, variables, network_states, env_states.obs
-    )
+    out = functional.output_shapes(graphdef, params, variables, network_states, env_states.obs)
     rollout.check_step_keeps_shapes(env, env_states, out.output.actions)
     state = TrainingState(
         params=params,

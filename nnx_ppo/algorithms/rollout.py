@@ -5,7 +5,7 @@ This is the only file that steps an environment.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig
 from nnx_ppo.algorithms.devices import on_each_device
+from nnx_ppo.algorithms.jaxprs import reads
 from nnx_ppo.algorithms.keys import Stream, numbered_keys, stream_key
 from nnx_ppo.algorithms.types import Replaceable, TrainingState, Transition
-from nnx_ppo.algorithms.vectorize import vectorize
+from nnx_ppo.algorithms.vectorize import one_of, vectorize
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.functional import reset_carry, tree_where
 from nnx_ppo.networks.recording import extract_activations, with_recording
@@ -54,13 +55,6 @@ def _step(same: _Same, state: Any, action: Any) -> Any:
 def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
     """`n_envs` fresh initial states, all finite."""
     return _checked_reset(env, numbered_keys(key, jnp.arange(n_envs)))[0]
-
-
-def _checked_reset(env: Any, keys: PRNGKeyArray) -> tuple[Any, Bool[Array, " batch"]]:
-    """Fresh initial states, and which of them had to be replaced because they were not finite."""
-    states = vectorize(functools.partial(_reset, _Same(env)), keys, lanes=getattr(env, "lanes", None))
-    bad = nonfinite_rows(states)
-    return _replace_rows(states, bad), bad
 
 
 def step(env: Any, env_states: Any, actions: Any) -> Any:
@@ -116,7 +110,60 @@ def _keeps_values(new: Any, old: Any, flag: bool) -> bool:
     return flag or same_kind or jnp.promote_types(old, new) == old
 
 
+# --- what of a state lasts -------------------------------------------------------------------------------------
+
+
+Kept = tuple[bool, ...]
+"""For each leaf of an environment's state whether anybody looks at it after the step that returned it."""
+
+
+def kept_leaves(env: Any, env_states: Any, actions: Any, recorded: bool = False) -> Kept:
+    """What a fresh episode has to replace: all that the next step reads, and what everyone may look at.
+
+    Physics like MJX's returns about a hundred arrays of what it worked out on the way and reads ten of them in the next
+    step. The others may stay as they are until then.
+
+    Args:
+      env: the environment.
+      env_states: of many environments, or their shapes.
+      actions: the same.
+      recorded: whether `env.replay_record` looks at the states too.
+    """
+    state, action = one_of(env_states), one_of(actions)
+    public = {id(leaf) for name in PUBLIC for leaf in jax.tree.leaves(getattr(state, name))}
+    leaves = jax.tree.leaves(state)
+    read = reads(functools.partial(_step, _Same(env)), state, action)[: len(leaves)]
+    if recorded:
+        read = [a or b for a, b in zip(read, reads(env.replay_record, state), strict=True)]
+    return tuple(r or id(leaf) in public for r, leaf in zip(read, leaves, strict=True))
+
+
+PUBLIC = ("obs", "reward", "done", "metrics", "info")
+"""Fields of every environment's state. What else it has is its own."""
+
+
+def take_kept(states: Any, kept: Kept) -> Any:
+    """The states with None for what is not kept."""
+    leaves, structure = jax.tree.flatten(states)
+    return jax.tree.unflatten(structure, [leaf if keep else None for leaf, keep in zip(leaves, kept, strict=True)])
+
+
+def where_kept(condition: Bool[Array, " batch"], if_true: Any, if_false: Any, kept: Kept) -> Any:
+    """`tree_where` for what is kept; `if_true` has nothing else. The rest is that of `if_false`."""
+    chosen = iter(jax.tree.leaves(tree_where(condition, if_true, take_kept(if_false, kept))))
+    leaves, structure = jax.tree.flatten(if_false)
+    return jax.tree.unflatten(structure, [next(chosen) if keep else x for x, keep in zip(leaves, kept, strict=True)])
+
+
 # --- fresh episodes -------------------------------------------------------------------------------------------
+
+
+def _checked_reset(env: Any, keys: PRNGKeyArray, kept: Kept | None = None) -> tuple[Any, Bool[Array, " batch"]]:
+    """Fresh initial states, and which of them had to be replaced because they were not finite."""
+    states = vectorize(functools.partial(_reset, _Same(env)), keys, lanes=getattr(env, "lanes", None))
+    states = take_kept(states, kept) if kept is not None else states
+    bad = nonfinite_rows(states)
+    return _replace_rows(states, bad), bad
 
 
 @jax.tree_util.register_dataclass
@@ -131,6 +178,7 @@ class ResetPool(Replaceable):
     """
 
     states: Any
+    """Of initial states what has to replace an ended one's, see `kept_leaves`."""
     fresh: Bool[Array, " batch"]
     """Whether the state is there and was not taken."""
     taken: Int[Array, " batch"]
@@ -139,13 +187,15 @@ class ResetPool(Replaceable):
     """How many of them were replaced because they were not finite."""
     row: Int[Array, " batch"]
     """The environment's number."""
+    kept: Kept = field(metadata={"static": True})
 
 
-def empty_reset_pool(env_states: Any) -> ResetPool:
+def empty_reset_pool(env_states: Any, kept: Kept) -> ResetPool:
     """A pool with nothing in it yet; `env_states` gives the shapes."""
     batch = env_states.done.shape
     none = jnp.zeros(batch, jnp.int32)
-    return ResetPool(env_states, jnp.zeros(batch, bool), none, none.astype(jnp.uint32), jnp.arange(*batch))
+    states = take_kept(env_states, kept)
+    return ResetPool(states, jnp.zeros(batch, bool), none, none.astype(jnp.uint32), jnp.arange(*batch), kept)
 
 
 def restart(
@@ -159,9 +209,10 @@ def restart(
             return jnp.any(done & ~pool.fresh)
 
         def draw(pool: ResetPool) -> ResetPool:
-            states, nonfinite = _checked_reset(env, numbered_keys(key, pool.taken * n_envs + pool.row))
+            keys = numbered_keys(key, pool.taken * n_envs + pool.row)
+            states, nonfinite = _checked_reset(env, keys, pool.kept)
             return pool.replace(
-                states=_like_tree(states, env_states),
+                states=_like_tree(states, pool.states),
                 fresh=jnp.ones_like(pool.fresh),
                 # Those that were still fresh come out as they were.
                 nonfinite=pool.nonfinite + (nonfinite & ~pool.fresh),
@@ -170,7 +221,7 @@ def restart(
         # Not a cond: under vmap a cond runs both branches always, a loop only while some lane needs it.
         pool = jax.lax.while_loop(exhausted, draw, pool)
         pool_left = pool.replace(fresh=pool.fresh & ~done, taken=pool.taken + done)
-        return tree_where(done, pool.states, env_states), pool_left
+        return where_kept(done, pool.states, env_states, pool.kept), pool_left
 
     # A state that is not finite is replaced by one of the same device, the only case in which their number matters.
     return on_each_device(take, pool, env_states, done, everywhere=(key,))
@@ -280,7 +331,10 @@ def unroll(
         next_env_states, pool = restart(env, pool, next_env_states, outcome.done, reset_key)
         return (variables, network_states, next_env_states, pool), transition
 
-    carry = (state.variables, state.network_states, state.env_states, empty_reset_pool(state.env_states))
+    network = (state.graphdef, state.params, state.variables, state.network_states)
+    out = functional.output_shapes(*network, state.env_states.obs)
+    kept = kept_leaves(env, state.env_states, out.output.actions, recorded=keep_replay)
+    carry = (state.variables, state.network_states, state.env_states, empty_reset_pool(state.env_states, kept))
     (variables, network_states, env_states, pool), transitions = jax.lax.scan(
         one_step, carry, None, length=config.rollout_length
     )
@@ -375,6 +429,8 @@ def evaluate(
         return variables, out.next_state, next_states, metrics
 
     metric_shapes = jax.eval_shape(one_step, variables, carry, env_states)[3]
+    out = functional.output_shapes(graphdef, params, variables, carry, env_states.obs)
+    kept = kept_leaves(env, env_states, out.output.actions)
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
     episodes = Episodes(zeros(env_states.reward), jnp.zeros(config.n_envs, jnp.int32), zeros(metric_shapes))
 
@@ -393,7 +449,7 @@ def evaluate(
             jax.tree.map(add, episodes.metrics, metrics),
         )
         # An ended episode stays where it is, so that what follows its end cannot overflow or turn into NaN.
-        env_states = tree_where(alive & ~outcome.done, next_states, env_states)
+        env_states = where_kept(~alive | outcome.done, take_kept(env_states, kept), next_states, kept)
         return t + 1, alive & ~outcome.done, variables, carry, env_states, episodes
 
     loop = (jnp.zeros((), jnp.int32), jnp.ones(config.n_envs, bool), variables, carry, env_states, episodes)

@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from nnx_ppo.algorithms.devices import on_each_device
+from nnx_ppo.algorithms.jaxprs import has_open_loop
 
 LANES = 64
 """Environments that a CPU steps together, where their step has a loop that runs until it has converged.
@@ -39,7 +39,7 @@ def _on_one_device(function: Callable[..., Any], lanes: int | None, *args: Any) 
     batched = jax.vmap(function)
     n_envs = jax.tree.leaves(args)[0].shape[0]
     lanes = lanes or LANES
-    if jax.default_backend() != "cpu" or n_envs <= lanes or not has_open_loop(function, *_one_of(args)):
+    if jax.default_backend() != "cpu" or n_envs <= lanes or not has_open_loop(function, *one_of(args)):
         return batched(*args)
     return in_chunks(batched, args, n_envs, lanes)
 
@@ -60,29 +60,10 @@ def in_chunks(function: Callable[..., Any], args: Any, n_envs: int, lanes: int) 
     return jax.tree.map(lambda x: x.reshape(n_chunks * width, *x.shape[2:])[:n_envs], results)
 
 
-def has_open_loop(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether `function(*args)` has a loop that ends when something has converged."""
-    jaxpr = jax.make_jaxpr(function)(*args)
-    return any(equation.primitive.name == "while" for equation in equations(jaxpr.jaxpr))
-
-
-def _one_of(batch: Any) -> Any:
+def one_of(batch: Any) -> Any:
     """The shapes of one environment's part of a batch."""
 
     def row(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=getattr(x.aval, "weak_type", False))
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=getattr(getattr(x, "aval", x), "weak_type", False))
 
     return jax.tree.map(row, batch)
-
-
-def has_callback(jaxpr: Any) -> bool:
-    """Whether a program calls the host, as the native engine's environments do in every step."""
-    return any(name == "ffi_call" or "callback" in name for name in (e.primitive.name for e in equations(jaxpr)))
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, those of the functions that it calls included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from equations(inner)

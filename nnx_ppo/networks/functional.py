@@ -84,6 +84,12 @@ def evaluation_graphdef(graphdef: nnx.GraphDef, params: nnx.State, variables: nn
 # --- sequences ------------------------------------------------------------------------------------------------
 
 
+def output_shapes(*args: Any) -> StatefulModuleOutput:
+    """The shapes of `apply(*args)[0]`; computes nothing."""
+    graphdef, *arrays = args
+    return jax.eval_shape(lambda *arrays: apply(graphdef, *arrays)[0], *arrays)
+
+
 def over_time(
     module: StatefulModule, state: ModuleState, obs: Any, rollout_extras: Any, done: Bool[Array, "time batch"]
 ) -> StatefulModuleOutput:
