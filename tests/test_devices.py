@@ -16,11 +16,11 @@ from probe_envs import TwoArms as TwoArmsEnv
 
 from envs import physics
 from envs.cartpole import CartpoleSwingup
-from nnx_ppo.algorithms import rollout
+from nnx_ppo.algorithms import ppo, rollout
 from nnx_ppo.algorithms import vectorize as vectorize_module
 from nnx_ppo.algorithms.checkpointing import load_checkpoint, make_checkpoint_fn
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
-from nnx_ppo.algorithms.devices import use_devices
+from nnx_ppo.algorithms.devices import spread, use_devices
 from nnx_ppo.algorithms.jaxprs import has_open_loop
 from nnx_ppo.algorithms.optimizer import new_optimizer_state
 from nnx_ppo.algorithms.ppo import default_devices, initial_training_state, ppo_step, train_ppo
@@ -250,6 +250,24 @@ def test_no_device_waits_for_another_during_a_rollout():
         program = jax.jit(lambda state: rollout.unroll(env, PPO, state)).lower(state).compile().as_text()
     # One sum at the end: how many initial states were not finite.
     assert len(re.findall(r" (?:all-reduce|all-gather|all-to-all|collective-permute)\S*\(", program)) <= 1
+
+
+def test_devices_wait_for_each_other_once_in_an_update():
+    env = EpisodeWrapper(Counter(4, random_length=True), 3)
+    with use_devices(jax.devices(), PPO):
+        state = initial_training_state(env, mlp(env), CONFIG)
+        _, transitions = jax.eval_shape(lambda state: rollout.unroll(env, PPO, state), state)
+
+        def update(state, transitions, advantages):
+            transitions = spread(transitions, axis=1)
+            return ppo.update(PPO, state, state.network_states, transitions, *spread((advantages, advantages), axis=1))
+
+        arguments = (state, transitions, transitions.rewards)
+        program = jax.jit(update).lower(*arguments).compile().as_text()
+    assert len(re.findall(r" all-reduce\S*\(", program)) == 1
+    # Once for all updates the devices tell each other what they have seen.
+    seen = len(jax.tree.leaves((transitions.obs, transitions.rollout_extras))) + 4
+    assert len(re.findall(r" all-gather\S*\(", program)) <= seen
 
 
 @pytest.mark.parametrize(

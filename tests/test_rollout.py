@@ -1,6 +1,7 @@
 """Stepping environments: what an ending means, where episodes restart, evaluation, recording and the wrappers."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -148,6 +149,91 @@ def test_reset_draws_another_state_for_each_environment_and_key():
     env = Counter()
     ids = lambda seed: np.asarray(rollout.reset(env, jax.random.key(seed), 50).obs[:, 1]).tolist()
     assert len(set(ids(0) + ids(1))) == 100
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PhysicsState(ProbeState):
+    """A state with something of its own, as MJX's data is."""
+
+    physics: dict = dataclasses.field(default_factory=dict)
+
+
+class Physics:
+    """A decaying number in two substeps; `energy` is worked out anew in each, `drawn` is handed on as it is.
+
+    Args:
+      public: keep everything in `info`, where it lasts whatever a step reads.
+    """
+
+    observation_size, action_size = 2, 1
+
+    def __init__(self, public):
+        self.public = public
+
+    def reset(self, rng):
+        position = 1 + jax.random.uniform(rng)
+        physics = {"position": position, "energy": position**2, "drawn": position, "steps": jnp.zeros(())}
+        return self.state(physics, jnp.zeros(()))
+
+    def step(self, state, action):
+        def substep(physics, _):
+            position = 0.8 * physics["position"] + 0.01 * action[0]
+            return {**physics, "position": position, "energy": position**2}, None
+
+        physics = state.info["physics"] if self.public else state.physics
+        physics, _ = jax.lax.scan(substep, physics, None, length=2)
+        physics["steps"] += 1
+        return self.state(physics, (physics["energy"] < 0.3 * physics["drawn"]).astype(jnp.float32))
+
+    def state(self, physics, done):
+        obs = jnp.stack([physics["position"], physics["energy"]])
+        info, own = ({"physics": physics}, {}) if self.public else ({}, physics)
+        return PhysicsState(obs, physics["energy"], done, info, {}, own)
+
+    def replay_record(self, state):
+        return state.physics["energy"]
+
+
+def test_what_every_step_works_out_anew_need_not_be_restarted_and_nothing_that_is_seen_changes():
+    network = make_mlp_actor_critic(2, 1, [8], [8], nnx.Rngs(0))
+    after, seen = {}, {}
+    for public in (True, False):
+        after[public], seen[public] = unrolled(Physics(public), network, n_envs=7, rollout_length=9, iterations=3)
+    assert_same_bits(seen[True], seen[False])
+    assert 5 < np.sum(seen[True].done) < 100
+    assert_same_bits(after[True].env_states.obs, after[False].env_states.obs)
+    lasting, all_of_it = after[False].env_states.physics, after[True].env_states.info["physics"]
+    for name in ("position", "drawn", "steps"):
+        np.testing.assert_array_equal(lasting[name], all_of_it[name])
+    # Where the last step ended an episode, the energy is still the one of its end, and only there.
+    ended = seen[False].done[-1]
+    np.testing.assert_array_equal(lasting["energy"][~ended], all_of_it["energy"][~ended])
+    assert np.all(lasting["energy"][ended] != all_of_it["energy"][ended])
+
+
+@pytest.mark.parametrize(
+    ("public", "recorded", "lasts"),
+    [(False, False, {"position", "drawn", "steps"}), (False, True, {"position", "drawn", "steps", "energy"})],
+)
+def test_what_lasts_is_what_a_step_or_a_record_reads_and_what_everyone_may_see(public, recorded, lasts):
+    env = Physics(public)
+    states = rollout.reset(env, jax.random.key(0), 3)
+    kept = rollout.kept_leaves(env, states, jnp.zeros((3, 1)), recorded)
+    found = rollout.take_kept(states, kept)
+    assert {name for name, leaf in found.physics.items() if leaf is not None} == lasts
+    assert all(leaf is not None for leaf in (found.obs, found.reward, found.done))
+
+
+def test_an_evaluation_is_the_same_whether_or_not_all_of_the_state_lasts():
+    network = make_mlp_actor_critic(2, 1, [8], [8], nnx.Rngs(0))
+    graphdef, params, variables = functional.split(network)
+    episodes = [
+        rollout.evaluate(Physics(public), EvalConfig(n_envs=5), graphdef, params, variables, jax.random.key(1))
+        for public in (True, False)
+    ]
+    assert_same_bits(*episodes)
+    assert len(set(np.asarray(episodes[0].lifespan).tolist())) > 1
 
 
 def test_the_carry_is_reset_with_its_episode_and_with_no_other():

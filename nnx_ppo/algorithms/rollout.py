@@ -130,7 +130,7 @@ def kept_leaves(env: Any, env_states: Any, actions: Any, recorded: bool = False)
       recorded: whether `env.replay_record` looks at the states too.
     """
     state, action = one_of(env_states), one_of(actions)
-    public = {id(leaf) for name in PUBLIC for leaf in jax.tree.leaves(getattr(state, name))}
+    public = {id(leaf) for name in PUBLIC for leaf in jax.tree.leaves(getattr(state, name, ()))}
     leaves = jax.tree.leaves(state)
     read = reads(functools.partial(_step, _Same(env)), state, action)[: len(leaves)]
     if recorded:
