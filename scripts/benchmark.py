@@ -8,8 +8,8 @@
     python scripts/benchmark.py memory --env humanoid
 
 Rounds alternate between what is compared, so that whatever else the machine does meets all of it alike; printed are
-medians over rounds. ENV is a task's name or `reach`, a point in eight dimensions without physics, on which a trainer's
-own overhead shows.
+medians over rounds. ENV is a task's name, `hopper` (Brax's model on this project's engines, light physics), or `reach`,
+a point in eight dimensions without physics, on which a trainer's own overhead shows.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import tasks
+from envs.base import MjxEnv
+from envs.physics import Data
 from nnx_ppo.algorithms import ppo, rollout
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.devices import split_cpu, use_devices
@@ -85,9 +87,52 @@ REACH = Task(
 )
 
 
+class Hopper(MjxEnv):
+    """Brax's hopper: a leg of three joints that hops along x, four physics steps to each of its own."""
+
+    def __init__(self, physics: str | None = None):
+        super().__init__(
+            ("brax", "envs/assets/hopper.xml"),
+            control_timestep=0.008,
+            simulation_timestep=0.002,
+            physics=physics,
+            fields=("xpos",),
+        )
+
+    def initial_state(self, rng: jax.Array) -> Mapping[str, Any]:
+        """Upright, a little disturbed."""
+        model = self.mj_model
+        noise = jax.random.uniform(rng, (model.nq + model.nv,), minval=-5e-3, maxval=5e-3)
+        return {"qpos": model.qpos0 + noise[: model.nq], "qvel": noise[model.nq :]}
+
+    def observe(self, data: Data) -> jax.Array:
+        """Positions but for x, and velocities."""
+        return jnp.concatenate([data.xpos[1, 2:], data.qpos[2:], jnp.clip(data.qvel, -10, 10)])
+
+    def rewards(self, before: Data, data: Data, ctrl: jax.Array) -> Mapping[str, jax.Array]:
+        """Speed, staying upright, effort."""
+        speed = (data.xpos[1, 0] - before.xpos[1, 0]) / self.dt
+        return {"forward": speed, "alive": jnp.ones(()), "control": -1e-3 * jnp.sum(ctrl**2)}
+
+    def terminated(self, data: Data) -> jax.Array:
+        """Too low, or leaning too far."""
+        return (data.xpos[1, 2] < 0.7) | (jnp.abs(data.qpos[2]) > 0.2)
+
+
+HOPPER = dataclasses.replace(
+    REACH,
+    name="hopper",
+    summary="Brax's hopper on any of this project's engines",
+    make_env=lambda physics=None: EpisodeWrapper(Hopper(physics), 1000),
+    make_networks=lambda env, rngs: make_mlp_actor_critic(
+        env.observation_size, env.action_size, [256, 256], [256, 256], rngs, activation="swish"
+    ),
+)
+
+
 def load(options: argparse.Namespace) -> tuple[Task, Any, TrainConfig]:
     """The task, its environment, and a configuration that does nothing but train."""
-    task = REACH if options.env == "reach" else tasks.load_task(options.env)
+    task = {"reach": REACH, "hopper": HOPPER}.get(options.env) or tasks.load_task(options.env)
     changes = {"n_envs": options.n_envs} if options.n_envs else {}
     config = TrainConfig(
         ppo=dataclasses.replace(task.config.ppo, **changes), eval=EvalConfig(enabled=False), checkpoint_every_steps=0
@@ -287,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = {"iteration": iteration, "seeds": seeds, "devices": devices, "memory": memory}
     parser.add_argument("mode", choices=modes, help="what is compared")
-    parser.add_argument("--env", default="reach", help="a task's name, or reach")
+    parser.add_argument("--env", default="reach", help="a task's name, hopper or reach")
     parser.add_argument("--physics", default=None, choices=("native", "jax", "warp"))
     parser.add_argument("--n-envs", type=int, default=None, help="instead of the task's")
     parser.add_argument("--rounds", type=int, default=11)
