@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from nnx_ppo.algorithms.config import PPOConfig
@@ -124,6 +125,39 @@ def on_each_device(function: Callable[..., Any], *rows: Any, everywhere: Any = (
     specs = (PartitionSpec(ENVS),) * len(rows) + (PartitionSpec(),) * len(everywhere)
     share = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(ENVS), check_vma=False)
     return share(*rows, *everywhere)
+
+
+def mean_of_shares(
+    function: Callable[..., tuple[Any, Any]], shared: Any, specs: Any, n_rows: int, *everywhere: Any
+) -> tuple[Any, Any]:
+    """Within a program: `function(shared, *everywhere)`, each device for its share, waiting once for the others.
+
+    Args:
+      function: returns means over the rows of its share, and what does not depend on the rows.
+      shared: what the devices share out.
+      specs: along which axes; a `PartitionSpec` for each leaf or subtree of `shared`.
+      n_rows: how many rows there are. Where devices cannot share them out evenly each has them all.
+      everywhere: further arguments, whole on every device.
+    """
+    mesh = mesh_in_use()
+    if mesh is None or n_rows % mesh.size:
+        return function(shared, *everywhere)
+
+    def of_share(share: Any, *everywhere: Any) -> tuple[Any, Any]:
+        means, rest = function(share, *everywhere)
+        # All in one array: CPU devices wait for each other in every single one.
+        flat, unravel = ravel_pytree(means)
+        return unravel(jax.lax.psum(flat, ENVS) / mesh.size), rest
+
+    nowhere = PartitionSpec()
+    share_out = jax.shard_map(
+        of_share,
+        mesh=mesh,
+        in_specs=(specs, *[nowhere] * len(everywhere)),
+        out_specs=nowhere,
+        check_vma=False,
+    )
+    return share_out(shared, *everywhere)
 
 
 def replicate(tree: Any) -> Any:

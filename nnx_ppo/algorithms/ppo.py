@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from nnx_ppo.algorithms import rollout
@@ -25,7 +26,9 @@ from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
 from nnx_ppo.algorithms.compilation import begin_to_compile
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.devices import (
+    ENVS,
     cores_for,
+    mean_of_shares,
     place_network,
     place_state,
     replicate,
@@ -59,6 +62,7 @@ from nnx_ppo.algorithms.types import (
     add_steps,
 )
 from nnx_ppo.networks import functional
+from nnx_ppo.networks.shares import own_share
 from nnx_ppo.networks.types import ModuleState, StatefulModule
 
 
@@ -241,13 +245,26 @@ class Minibatch(Replaceable):
     """The carry at the first step."""
 
     def take(self, rows: jax.Array) -> "Minibatch":
-        """The sequences of some environments."""
+        """The sequences of some environments, shared out among the devices; the advantages are whole everywhere."""
         carry = jax.tree.map(lambda x: x[rows], self.network_states)
         sequences = jax.tree.map(lambda x: x[:, rows], self.replace(network_states=(), advantages=()))
-        # Each device normalises all advantages of a minibatch rather than wait for the others' sums.
+        # Each device normalises all of them rather than wait for the others' sums.
         everywhere = replicate(rows)
         advantages = replicate(jax.tree.map(lambda x: x[:, everywhere], self.advantages))
         return spread(sequences, axis=1).replace(advantages=advantages, network_states=spread(carry))
+
+    def shares(self) -> "Minibatch":
+        """Along which axes devices share out a minibatch that was taken."""
+        sequences = PartitionSpec(None, ENVS)
+        return Minibatch(
+            obs=sequences,
+            rollout_extras=sequences,
+            old_loglikelihoods=sequences,
+            advantages=PartitionSpec(),
+            targets=sequences,
+            done=sequences,  # type: ignore[arg-type]
+            network_states=PartitionSpec(ENVS),
+        )
 
 
 def update(
@@ -279,12 +296,22 @@ def update(
     # All parameters as one vector: an update is a few large operations instead of several for every array.
     start, unravel = ravel_pytree(state.params)
 
-    def loss(params: jax.Array, variables: nnx.State, rows: jax.Array) -> Any:
-        return ppo_loss(config, unravel(params), state.graphdef, variables, batch.take(rows))
+    def gradient_of(minibatch: Minibatch, params: jax.Array, variables: nnx.State) -> tuple[Any, nnx.State]:
+        loss = lambda params: ppo_loss(config, unravel(params), state.graphdef, variables, minibatch)
+        gradient, (metrics, after) = jax.grad(loss, has_aux=True)(params)
+        # What a module keeps of the rows it saw, such as their mean, is averaged over the devices too.
+        kept = lambda new, old: new if new is not old and jnp.issubdtype(new.dtype, jnp.floating) else None
+        return (gradient, metrics, jax.tree.map(kept, after, variables)), after
 
     def one_update(carry: Any, rows: jax.Array) -> tuple[Any, Any]:
         params, optimizer_state, variables, skipped, source = carry
-        gradient, (metrics, variables) = jax.grad(loss, has_aux=True)(params, variables, rows)
+        minibatch = batch.take(rows)
+        (gradient, metrics, kept), variables = mean_of_shares(
+            gradient_of, minibatch, minibatch.shares(), rows.size, params, variables
+        )
+        variables = jax.tree.map(
+            lambda mean, here: here if mean is None else mean, kept, variables, is_leaf=lambda x: x is None
+        )
         if LoggingLevel.GRAD_NORM in config.logging_level:
             metrics |= grad_norms(unravel(gradient))
         changes, next_optimizer_state = optimizer.update(gradient, optimizer_state, params)
@@ -413,7 +440,7 @@ def pair_heads(config: PPOConfig, loglikelihoods: Any, batch: Minibatch) -> list
     """
     heads, old = flatten("", loglikelihoods), flatten("", batch.old_loglikelihoods)
     terms = flatten("", batch.advantages)
-    normalize = normalized if config.normalize_advantages else lambda advantage: advantage
+    normalize = lambda advantage: own_share(normalized(advantage) if config.normalize_advantages else advantage, axis=1)
     if config.combine_advantages or len(terms) == 1:
         total = normalize(sum(terms.values()))
         return [(name.lstrip("/"), heads[name], old[name], total) for name in heads]
@@ -431,7 +458,7 @@ def pair_heads(config: PPOConfig, loglikelihoods: Any, batch: Minibatch) -> list
 
 def normalized(advantage: Any) -> Float[Array, "..."]:
     """Zero mean and unit variance."""
-    return spread((advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8), axis=1)
+    return (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
 
 
 def mean_entropy(output: Any) -> Float[Array, ""]:

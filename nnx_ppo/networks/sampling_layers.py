@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnx_ppo.networks.routing import shape_of
+from nnx_ppo.networks.shares import normal_rows
 from nnx_ppo.networks.types import ModuleState, StatefulModule, StatefulModuleOutput
 
 
@@ -88,7 +89,7 @@ class NormalTanhSampler(ActionSampler):
     def _entropy(self, mean: jax.Array, std: jax.Array) -> jax.Array:
         # H[tanh(Z)] = H[Z] + E[log |d tanh(z)/dz|]; the sample is reparametrised, so its gradient reaches the mean
         # and keeps actions from saturating.
-        noise = 0.0 if self.deterministic else jax.random.normal(self.rng(), mean.shape)
+        noise = 0.0 if self.deterministic else normal_rows(self.rng(), mean.shape)
         return jnp.sum(normal_entropy(std) + log_tanh_slope(mean + std * noise), -1)
 
 
