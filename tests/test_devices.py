@@ -232,11 +232,35 @@ class Rooted(Counter):
         return state.replace(reward=newton_root(state.reward))
 
 
+class Looped(Counter):
+    """A `Counter` whose step has a loop of a fixed length over so many operations."""
+
+    def __init__(self, length, operations):
+        super().__init__(length)
+        self.operations = operations
+
+    def step(self, state, action):
+        def substep(reward, _):
+            for _ in range(self.operations):
+                reward = reward + action[0]
+            return reward, None
+
+        state = super().step(state, action)
+        return state.replace(reward=jax.lax.scan(substep, state.reward, None, length=2)[0])
+
+
 @pytest.mark.parametrize(
     ("env", "n_envs", "cores"),
-    [(Rooted(4), 32, 2), (Rooted(4), 33, None), (Rooted(4), 30, None), (Counter(4), 32, None)],
+    [
+        (Rooted(4), 32, 2),
+        (Rooted(4), 33, None),
+        (Rooted(4), 30, None),
+        (Counter(4), 32, None),
+        (Looped(4, 5), 32, None),
+        (Looped(4, 2000), 32, 2),
+    ],
 )
-def test_without_a_wish_the_cores_of_a_cpu_share_out_steps_with_open_loops_that_are_enough(env, n_envs, cores):
+def test_without_a_wish_the_cores_of_a_cpu_share_out_steps_with_loops_that_are_enough(env, n_envs, cores):
     config = dataclasses.replace(PPO, n_envs=n_envs, n_minibatches=1)
     env = EpisodeWrapper(env, 3)
     found = default_devices(env, mlp(env), config)

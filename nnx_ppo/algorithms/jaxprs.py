@@ -13,6 +13,19 @@ def has_open_loop(function: Callable[..., Any], *args: Any) -> bool:
     return any(equation.primitive.name == "while" for equation in equations(jaxpr.jaxpr))
 
 
+LARGE = 2000
+"""Operations from which on a program with a loop is physics, rather than a point that moves: a step of MJX has 5,000."""
+
+
+def keeps_one_core_busy(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether XLA runs `function(*args)` on one core of a CPU, and long enough that sharing it out pays.
+
+    What is in a loop are small operations one after another. It pays if the loop has an open end, or much to do.
+    """
+    names = [e.primitive.name for e in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+    return "while" in names or ("scan" in names and len(names) >= LARGE)
+
+
 def has_callback(jaxpr: Any) -> bool:
     """Whether a program calls the host, as the native engine's environments do in every step."""
     return any(name == "ffi_call" or "callback" in name for name in (e.primitive.name for e in equations(jaxpr)))

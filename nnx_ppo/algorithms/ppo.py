@@ -36,7 +36,7 @@ from nnx_ppo.algorithms.devices import (
     spread_state,
     use_devices,
 )
-from nnx_ppo.algorithms.jaxprs import has_open_loop
+from nnx_ppo.algorithms.jaxprs import keeps_one_core_busy
 from nnx_ppo.algorithms.keys import Stream, numbered_keys, run_key, stream_key
 from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
@@ -151,7 +151,7 @@ def train_ppo(
 
 
 def default_devices(env: RLEnv, networks: StatefulModule, config: PPOConfig) -> list[Any] | None:
-    """A CPU's cores, if the environment's step has an open-ended loop: XLA runs that on one core of a device.
+    """A CPU's cores, if XLA would step the environments on one of them, as it does MJX.
 
     None is JAX's default device.
     """
@@ -168,7 +168,7 @@ def default_devices(env: RLEnv, networks: StatefulModule, config: PPOConfig) -> 
 
     # Traced as it will be for training, so that this trace of the environment serves there too.
     with use_devices(cores, config):
-        return cores if has_open_loop(first_step, params, variables) else None
+        return cores if keeps_one_core_busy(first_step, params, variables) else None
 
 
 def default_config() -> TrainConfig:
