@@ -14,7 +14,7 @@ def has_open_loop(function: Callable[..., Any], *args: Any) -> bool:
 
 
 LARGE = 2000
-"""Operations from which on a program with a loop is physics, rather than a point that moves: a step of MJX has 5,000."""
+"""Operations from which on a program with a loop is physics rather than a moving point; a step of MJX has 5,000."""
 
 
 def keeps_one_core_busy(function: Callable[..., Any], *args: Any) -> bool:

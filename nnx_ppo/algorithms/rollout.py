@@ -59,10 +59,11 @@ def reset(env: Any, key: PRNGKeyArray, n_envs: int) -> Any:
 
 def step(env: Any, env_states: Any, actions: Any) -> Any:
     """One step of every environment; leaves keep the dtypes they had."""
-    next_states = vectorize(
-        functools.partial(_step, _Same(env)), env_states, actions, lanes=getattr(env, "lanes", None)
-    )
-    return _like_tree(next_states, env_states)
+    return _like_tree(_steps(env, env_states, actions), env_states)
+
+
+def _steps(env: Any, env_states: Any, actions: Any) -> Any:
+    return vectorize(functools.partial(_step, _Same(env)), env_states, actions, lanes=getattr(env, "lanes", None))
 
 
 def _like_tree(states: Any, template: Any) -> Any:
@@ -76,7 +77,8 @@ def check_step_keeps_shapes(env: Any, env_states: Any, actions: Any) -> None:
     Raises:
       TypeError: the structure, a shape or a kind of dtype changes, so the environment cannot run in a compiled loop.
     """
-    given, returned = env_states, jax.eval_shape(jax.vmap(functools.partial(_step, _Same(env))), env_states, actions)
+    # Traced as it will be for training, so that this trace of the environment serves there too.
+    given, returned = env_states, jax.eval_shape(functools.partial(_steps, env), env_states, actions)
     before, after = (dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (given, returned))
     keys = {jax.tree_util.keystr(path): path for path in [*before, *after]}
     for key, path in keys.items():
