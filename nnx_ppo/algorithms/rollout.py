@@ -131,13 +131,20 @@ def kept_leaves(env: Any, env_states: Any, actions: Any, recorded: bool = False)
       actions: the same.
       recorded: whether `env.replay_record` looks at the states too.
     """
-    state, action = one_of(env_states), one_of(actions)
-    public = {id(leaf) for name in PUBLIC for leaf in jax.tree.leaves(getattr(state, name, ()))}
-    leaves = jax.tree.leaves(state)
-    read = reads(functools.partial(_step, _Same(env)), state, action)[: len(leaves)]
-    if recorded:
-        read = [a or b for a, b in zip(read, reads(env.replay_record, state), strict=True)]
-    return tuple(r or id(leaf) in public for r, leaf in zip(read, leaves, strict=True))
+    found: list[bool] = []
+
+    def look(env_states: Any, actions: Any) -> Any:
+        state, action = one_of(env_states), one_of(actions)
+        public = {id(leaf) for name in PUBLIC for leaf in jax.tree.leaves(getattr(state, name, ()))}
+        leaves = jax.tree.leaves(state)
+        read = reads(functools.partial(_step, _Same(env)), state, action)[: len(leaves)]
+        recording = reads(env.replay_record, state) if recorded else [False] * len(leaves)
+        found.extend(a or b or id(leaf) in public for a, b, leaf in zip(read, recording, leaves, strict=True))
+        return env_states.done
+
+    # Looked at where each device steps its share, so that the trace of the environment is the one made there.
+    jax.eval_shape(functools.partial(on_each_device, look), env_states, actions)
+    return tuple(found)
 
 
 PUBLIC = ("obs", "reward", "done", "metrics", "info")
