@@ -82,7 +82,7 @@ GLOSSARY: dict[LoggingLevel, dict[str, str]] = {
         "time/eval_s": "seconds of the evaluation",
         "time/video_s": "seconds of recording the video, without rendering",
         "time/checkpoint_s": "seconds of writing the checkpoint",
-        "time/compile_s": "seconds until every program was compiled; with the first iteration only",
+        "time/compile_s": "seconds until training and evaluation were compiled; with the first iteration only",
     },
 }
 """Every training key by level.
