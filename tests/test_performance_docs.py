@@ -1,5 +1,6 @@
 """The page on performance: its examples run, and its commands exist."""
 
+import json
 import re
 import subprocess
 import sys
@@ -67,3 +68,16 @@ def test_the_benchmark_measures_what_the_page_shows(mode):
     assert out.returncode == 0, out.stderr[-2000:]
     assert "reach, " in out.stdout
     assert re.search(r"\d steps/s|\d bytes|\d%", out.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["here", "brax"])
+def test_learning_is_measured_until_the_target_is_reached(who):
+    assert "scripts/benchmark_learning.py" in PAGE
+    script = str(ROOT / "scripts" / "benchmark_learning.py")
+    limits = ["--target", "1", "--steps", "25600"]
+    out = subprocess.run([sys.executable, script, "--who", who, *limits], capture_output=True, text=True, check=True)
+    found = json.loads(out.stdout.splitlines()[-1])
+    assert found["solved"]
+    assert found["return"] >= 1
+    assert found["seconds"] > 0
