@@ -3,13 +3,15 @@
 
     python scripts/benchmark.py iteration --env humanoid --physics native
     python scripts/benchmark.py iteration --env reach --n-envs 2048
+    python scripts/benchmark.py iteration --env brax:ant --n-envs 128
     python scripts/benchmark.py seeds --env cartpole_balance --seeds 4
     python scripts/benchmark.py devices --env humanoid --physics jax --n-envs 256 --devices 2
     python scripts/benchmark.py memory --env humanoid
 
 Rounds alternate between what is compared, so that whatever else the machine does meets all of it alike; printed are
-medians over rounds. ENV is a task's name, `hopper` (Brax's model on this project's engines, light physics), or `reach`,
-a point in eight dimensions without physics, on which a trainer's own overhead shows.
+medians over rounds. ENV is a task's name, `hopper` (Brax's model on this project's engines), `brax:NAME` (an
+environment of Brax's on MJX), or `reach`, a point in eight dimensions without physics, on which a trainer's own overhead
+shows.
 """
 
 import argparse
@@ -130,9 +132,25 @@ HOPPER = dataclasses.replace(
 )
 
 
+def brax_task(name: str) -> Task:
+    """One of Brax's environments on MJX, with the networks and batches of `reach`."""
+    from brax import envs
+
+    env = EpisodeWrapper(envs.get_environment(name, backend="mjx"), 1000)
+    # Brax's own property runs a reset without compiling it.
+    size = jax.eval_shape(env.reset, jax.random.key(0)).obs.shape[-1]
+    networks = lambda env, rngs: make_mlp_actor_critic(
+        size, env.action_size, [256, 256], [256, 256], rngs, activation="swish"
+    )
+    return dataclasses.replace(REACH, name=name, make_env=lambda physics=None: env, make_networks=networks)
+
+
 def load(options: argparse.Namespace) -> tuple[Task, Any, TrainConfig]:
     """The task, its environment, and a configuration that does nothing but train."""
-    task = {"reach": REACH, "hopper": HOPPER}.get(options.env) or tasks.load_task(options.env)
+    if options.env.startswith("brax:"):
+        task = brax_task(options.env.removeprefix("brax:"))
+    else:
+        task = {"reach": REACH, "hopper": HOPPER}.get(options.env) or tasks.load_task(options.env)
     changes = {"n_envs": options.n_envs} if options.n_envs else {}
     config = TrainConfig(
         ppo=dataclasses.replace(task.config.ppo, **changes), eval=EvalConfig(enabled=False), checkpoint_every_steps=0
@@ -332,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = {"iteration": iteration, "seeds": seeds, "devices": devices, "memory": memory}
     parser.add_argument("mode", choices=modes, help="what is compared")
-    parser.add_argument("--env", default="reach", help="a task's name, hopper or reach")
+    parser.add_argument("--env", default="reach", help="a task's name, hopper, brax:NAME or reach")
     parser.add_argument("--physics", default=None, choices=("native", "jax", "warp"))
     parser.add_argument("--n-envs", type=int, default=None, help="instead of the task's")
     parser.add_argument("--rounds", type=int, default=11)
