@@ -9,8 +9,8 @@
     python scripts/benchmark.py memory --env humanoid
 
 Rounds alternate between what is compared, so that whatever else the machine does meets all of it alike; printed are
-medians over rounds. ENV is a task's name, `hopper` (Brax's model on this project's engines), `brax:NAME` (an
-environment of Brax's on MJX), or `reach`, a point in eight dimensions without physics, on which a trainer's own overhead
+medians over rounds. ENV is a task's name, `hopper` (Brax's model on this project's engines), `brax:NAME` (one of
+Brax's environments, on MJX), or `reach`, a point in eight dimensions without physics, on which a trainer's own overhead
 shows.
 """
 
