@@ -62,15 +62,25 @@ def _inputs_read(jaxpr: Any, wanted: Sequence[bool]) -> list[bool]:
 
 def _inputs_of_equation(equation: Any, wanted: list[bool]) -> list[bool]:
     if equation.primitive.name == "scan" and equation.params["length"] > 0:
-        return _inputs_of_scan(equation.params, wanted)
+        if parts := _parts_of_scan(equation.params):
+            return _inputs_of_scan(equation.params["jaxpr"].jaxpr, *parts, wanted)
     called = equation.params.get("jaxpr")
     if equation.primitive.name in ("jit", "pjit") and called is not None:
         return _inputs_read(called.jaxpr, wanted)
     return [True] * len(equation.invars)
 
 
-def _inputs_of_scan(params: Any, wanted: list[bool]) -> list[bool]:
-    body, n_consts, n_carry = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
+def _parts_of_scan(params: Any) -> tuple[int, int] | None:
+    """How many inputs are constants and how many are carried; None if this JAX says it in yet another way."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    if hasattr(params.get("ft_in"), "unpack"):  # From JAX 0.12 on.
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return None
+
+
+def _inputs_of_scan(body: Any, n_consts: int, n_carry: int, wanted: list[bool]) -> list[bool]:
     read = [False] * len(body.invars)
     while True:
         # What a pass reads, the pass before it has to work out.
