@@ -61,10 +61,10 @@ def _inputs_read(jaxpr: Any, wanted: Sequence[bool]) -> list[bool]:
 
 
 def _inputs_of_equation(equation: Any, wanted: list[bool]) -> list[bool]:
-    if equation.primitive.name == "scan" and equation.params["length"] > 0:
-        if parts := _parts_of_scan(equation.params):
-            return _inputs_of_scan(equation.params["jaxpr"].jaxpr, *parts, wanted)
     called = equation.params.get("jaxpr")
+    parts = _parts_of_scan(equation.params) if equation.primitive.name == "scan" else None
+    if parts and equation.params["length"] > 0:
+        return _inputs_of_scan(called.jaxpr, *parts, wanted)
     if equation.primitive.name in ("jit", "pjit") and called is not None:
         return _inputs_read(called.jaxpr, wanted)
     return [True] * len(equation.invars)
