@@ -1,6 +1,7 @@
 """Environments over several devices and in chunks: the same numbers, and each device steps only its share."""
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -28,13 +29,14 @@ from nnx_ppo.algorithms import vectorize as vectorize_module
 from nnx_ppo.algorithms.checkpointing import load_checkpoint, make_checkpoint_fn
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.devices import spread, use_devices
-from nnx_ppo.algorithms.jaxprs import has_open_loop
+from nnx_ppo.algorithms.jaxprs import equations, has_open_loop
 from nnx_ppo.algorithms.optimizer import new_optimizer_state
 from nnx_ppo.algorithms.ppo import default_devices, initial_training_state, ppo_step, train_ppo
 from nnx_ppo.algorithms.vectorize import in_chunks, vectorize
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.factories import make_mlp_actor_critic
 from nnx_ppo.wrappers.episode_wrapper import EpisodeWrapper
+from tasks.registry import load_task
 
 PPO = PPOConfig(n_envs=8, rollout_length=5, n_minibatches=2, n_epochs=2, total_steps=120, learning_rate=1e-3)
 CONFIG = TrainConfig(ppo=PPO, eval=EvalConfig(n_envs=4, every_steps=40, max_episode_length=9), checkpoint_every_steps=0)
@@ -357,6 +359,45 @@ def test_more_environments_than_lanes_are_chunked_where_that_pays(function, chun
     calls.clear()
     vectorize(function, jnp.arange(1.0, vectorize_module.LANES + 1))
     assert not calls
+
+
+AFFECTED = (0, 10, 2)
+"""A jaxlib whose large batches of factorizations may hang."""
+
+
+def cholesky_of(x):
+    """Of a matrix with 23 rows, as the humanoid's is."""
+    return jnp.linalg.cholesky(x * jnp.eye(23))[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("version", "widths"), [((0, 9, 2), {100}), ((0, 10, 0), {25}), ((0, 11, 0), {25}), ((0, 11, 1), {100})]
+)
+def test_jaxlibs_that_hang_in_large_batches_of_factorizations_get_small_ones(version, widths, monkeypatch):
+    monkeypatch.setattr(vectorize_module.jaxlib.version, "__version_info__", version)
+    x = jnp.arange(1.0, 101.0)
+    np.testing.assert_allclose(vectorize(cholesky_of, x), np.sqrt(x), rtol=1e-6)
+    program = jax.make_jaxpr(lambda x: vectorize(cholesky_of, x))(x).jaxpr
+    assert factorized_together(program) == {(width, 23) for width in widths}
+
+
+def factorized_together(program):
+    """How many matrices of what size a program factorizes in one operation."""
+    matrices = [e.invars[0].aval.shape for e in equations(program) if e.primitive.name == "cholesky"]
+    return {(math.prod(shape[:-2]), shape[-1]) for shape in matrices}
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_no_device_steps_so_many_humanoids_on_mjx_at_once_that_jaxlib_may_hang(n_devices, monkeypatch):
+    monkeypatch.setattr(vectorize_module.jaxlib.version, "__version_info__", AFFECTED)
+    env = load_task("humanoid").make_env("jax")
+    config = PPOConfig(n_envs=512, n_minibatches=1)
+    with use_devices(jax.devices()[:n_devices], config):
+        states = jax.eval_shape(lambda key: rollout.reset(env, key, 512), jax.random.key(0))
+        actions = jax.ShapeDtypeStruct((512, env.action_size), jnp.float32)
+        program = jax.make_jaxpr(lambda *args: rollout.step(env, *args))(states, actions).jaxpr
+    # jaxlib 0.10.2 was seen to use its threads from 54 such matrices on, and not for 44.
+    assert factorized_together(program) == {(32, 23)}
 
 
 class Chunked(Rooted):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from nnx_ppo.algorithms.jaxprs import reads
+from nnx_ppo.algorithms.jaxprs import largest_matrix, reads
 
 
 def loop(length):
@@ -42,3 +42,20 @@ STATE = {name: jnp.ones(()) for name in "abcd"}
 )
 def test_an_argument_is_read_if_a_result_depends_on_it(function, expected):
     assert "".join(name for name, read in zip("abcd", reads(function, STATE), strict=True) if read) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [
+        (jnp.linalg.cholesky, 5),
+        (jnp.linalg.inv, 5),
+        (jnp.linalg.qr, 5),
+        (jnp.linalg.eigh, 5),
+        (jnp.linalg.svd, 5),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jax.vmap(jnp.linalg.cholesky)(y[None])[0], x), 5),
+        (lambda x: jnp.linalg.cholesky(x[:2, :2]) @ x[:2] + jnp.linalg.cholesky(x[:3, :3])[:2, :1], 3),
+        (lambda x: x @ x, 0),
+    ],
+)
+def test_the_largest_matrix_is_that_of_any_factorization_also_inside_of_loops(function, size):
+    assert largest_matrix(function, jnp.eye(5)) == size

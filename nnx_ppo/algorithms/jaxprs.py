@@ -26,6 +26,34 @@ def keeps_one_core_busy(function: Callable[..., Any], *args: Any) -> bool:
     return "while" in names or ("scan" in names and len(names) >= LARGE)
 
 
+def largest_matrix(function: Callable[..., Any], *args: Any) -> int:
+    """The size of the largest matrix that a function factorizes or solves for, 0 if there is none."""
+    sizes = [
+        max(equation.invars[0].aval.shape[-2:])
+        for equation in equations(jax.make_jaxpr(function)(*args).jaxpr)
+        if equation.primitive.name in LINEAR_ALGEBRA
+    ]
+    return max(sizes, default=0)
+
+
+LINEAR_ALGEBRA = frozenset(
+    [
+        "cholesky",
+        "eig",
+        "eigh",
+        "hessenberg",
+        "lu",
+        "qr",
+        "schur",
+        "svd",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
+    ]
+)
+"""What a CPU leaves to LAPACK."""
+
+
 def has_callback(jaxpr: Any) -> bool:
     """Whether a program calls the host, as the native engine's environments do in every step."""
     return any(name == "ffi_call" or "callback" in name for name in (e.primitive.name for e in equations(jaxpr)))

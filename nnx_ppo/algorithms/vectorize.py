@@ -2,14 +2,16 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 
 from nnx_ppo.algorithms.devices import on_each_device
-from nnx_ppo.algorithms.jaxprs import has_open_loop
+from nnx_ppo.algorithms.jaxprs import has_open_loop, largest_matrix
 
 LANES = 64
 """Environments that a CPU steps together, where their step has a loop that runs until it has converged.
@@ -23,8 +25,9 @@ def vectorize(function: Callable[..., Any], *args: Any, lanes: int | None = None
     """`jax.vmap(function)(*args)`.
 
     On a CPU, a function with an open-ended loop (MJX's constraint solver has several) runs on chunks of `lanes`
-    environments. Everything else, and every other kind of device, takes all environments at once. Several devices
-    (`use_devices`) take an equal share each.
+    environments, and with some versions of jaxlib also one that factorizes large matrices (`safe_lanes`). Everything
+    else, and every other kind of device, takes all environments at once. Several devices (`use_devices`) take an equal
+    share each.
 
     Args:
       function: of one environment, pure.
@@ -38,10 +41,23 @@ def vectorize(function: Callable[..., Any], *args: Any, lanes: int | None = None
 def _on_one_device(function: Callable[..., Any], lanes: int | None, *args: Any) -> Any:
     batched = jax.vmap(function)
     n_envs = jax.tree.leaves(args)[0].shape[0]
-    lanes = lanes or LANES
-    if jax.default_backend() != "cpu" or n_envs <= lanes or not has_open_loop(function, *one_of(args)):
+    if jax.default_backend() != "cpu":
         return batched(*args)
-    return in_chunks(batched, args, n_envs, lanes)
+    lanes = min(lanes or LANES if has_open_loop(function, *one_of(args)) else n_envs, safe_lanes(function, args))
+    return batched(*args) if n_envs <= lanes else in_chunks(batched, args, n_envs, lanes)
+
+
+def safe_lanes(function: Callable[..., Any], args: Any) -> int:
+    """How many environments a CPU may step together without hanging where they factorize matrices.
+
+    jaxlib 0.10.0 to 0.11.0 hands parts of a large batch of factorizations to the threads of XLA's pool, and waits for
+    them in such a thread. When several devices do so at once all threads wait, for ever. Small batches are done in
+    place: measured, of matrices with 2 to 60 rows, all of those that this allows.
+    """
+    if not (0, 10) <= jaxlib.version.__version_info__ < (0, 11, 1):
+        return sys.maxsize
+    size = largest_matrix(function, *one_of(args))
+    return max(1, min(1000, 500_000 // (size**3 + 6 * size**2))) if size else sys.maxsize
 
 
 def in_chunks(function: Callable[..., Any], args: Any, n_envs: int, lanes: int) -> Any:
