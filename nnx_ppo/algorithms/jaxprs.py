@@ -36,21 +36,11 @@ def largest_matrix(function: Callable[..., Any], *args: Any) -> int:
     return max(sizes, default=0)
 
 
-LINEAR_ALGEBRA = frozenset(
-    [
-        "cholesky",
-        "eig",
-        "eigh",
-        "hessenberg",
-        "lu",
-        "qr",
-        "schur",
-        "svd",
-        "triangular_solve",
-        "tridiagonal",
-        "tridiagonal_solve",
-    ]
-)
+LINEAR_ALGEBRA = {"cholesky", "eig", "eigh", "hessenberg", "lu", "qr", "schur", "svd"} | {
+    "triangular_solve",
+    "tridiagonal",
+    "tridiagonal_solve",
+}
 """What a CPU leaves to LAPACK."""
 
 
