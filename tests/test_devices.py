@@ -32,6 +32,7 @@ from nnx_ppo.algorithms.devices import spread, use_devices
 from nnx_ppo.algorithms.jaxprs import equations, has_open_loop
 from nnx_ppo.algorithms.optimizer import new_optimizer_state
 from nnx_ppo.algorithms.ppo import default_devices, initial_training_state, ppo_step, train_ppo
+from nnx_ppo.algorithms.seeds import train_ppo_seeds
 from nnx_ppo.algorithms.vectorize import in_chunks, vectorize
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.factories import make_mlp_actor_critic
@@ -379,6 +380,23 @@ def test_jaxlibs_that_hang_in_large_batches_of_factorizations_get_small_ones(ver
     np.testing.assert_allclose(vectorize(cholesky_of, x), np.sqrt(x), rtol=1e-6)
     program = jax.make_jaxpr(lambda x: vectorize(cholesky_of, x))(x).jaxpr
     assert factorized_together(program) == {(width, 23) for width in widths}
+
+
+def test_several_seeds_together_do_not_factorize_more(monkeypatch):
+    monkeypatch.setattr(vectorize_module.jaxlib.version, "__version_info__", AFFECTED)
+    x = jnp.arange(1.0, 201.0).reshape(2, 100)
+    with vectorize_module.many_seeds(2):
+        program = jax.make_jaxpr(jax.vmap(lambda x: vectorize(cholesky_of, x)))(x).jaxpr
+    assert factorized_together(program) == {(2 * 15, 23)}
+
+
+def test_training_seeds_says_how_many_there_are(monkeypatch):
+    said = []
+    monkeypatch.setattr(vectorize_module, "safe_lanes", lambda *_: said.append(vectorize_module._SEEDS.get()) or 1000)
+    env = EpisodeWrapper(Counter(4), 3)
+    train_ppo_seeds(env, lambda env, rngs: mlp(env), CONFIG, seeds=(0, 1, 2))
+    assert set(said) == {3}
+    assert vectorize_module._SEEDS.get() == 1
 
 
 def factorized_together(program):

@@ -23,6 +23,7 @@ from nnx_ppo.algorithms.loop import evaluate_and_pack, train_and_pack
 from nnx_ppo.algorithms.metrics import Packed, unpack
 from nnx_ppo.algorithms.ppo import first_training_state, ppo_step
 from nnx_ppo.algorithms.types import LogFn, RLEnv, StopFn, TrainingState
+from nnx_ppo.algorithms.vectorize import many_seeds
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.types import StatefulModule
 
@@ -88,9 +89,11 @@ def train_ppo_seeds(
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds={seeds}: at least one is accepted, and each only once.")
     evaluates = config.eval.enabled and config.eval.every_steps > 0
-    state = _first_states(env, make_networks, config, seeds)
-    programs = _programs(env, eval_env if eval_env is not None else env, config, state, evaluates)
-    return _Run(config, seeds, state, compile_programs(programs), evaluates, log_fn, stop_fn).run()
+    with many_seeds(len(seeds)):
+        state = _first_states(env, make_networks, config, seeds)
+        programs = _programs(env, eval_env if eval_env is not None else env, config, state, evaluates)
+        compiled = compile_programs(programs)
+    return _Run(config, seeds, state, compiled, evaluates, log_fn, stop_fn).run()
 
 
 def _first_states(

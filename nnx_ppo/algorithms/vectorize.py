@@ -1,9 +1,11 @@
 """Many environments from a function of one: `jax.vmap`, laid out for the hardware that runs it."""
 
+import contextlib
+import contextvars
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,7 +59,21 @@ def safe_lanes(function: Callable[..., Any], args: Any) -> int:
     if not (0, 10) <= jaxlib.version.__version_info__ < (0, 11, 1):
         return sys.maxsize
     size = largest_matrix(function, *one_of(args))
-    return max(1, min(1000, 500_000 // (size**3 + 6 * size**2))) if size else sys.maxsize
+    at_once = min(1000, 500_000 // (size**3 + 6 * size**2)) if size else sys.maxsize
+    return max(1, at_once // _SEEDS.get())
+
+
+_SEEDS: contextvars.ContextVar[int] = contextvars.ContextVar("seeds", default=1)
+
+
+@contextlib.contextmanager
+def many_seeds(n_seeds: int) -> Iterator[None]:
+    """What is traced in this context is going to be vmapped over so many seeds."""
+    token = _SEEDS.set(n_seeds)
+    try:
+        yield
+    finally:
+        _SEEDS.reset(token)
 
 
 def in_chunks(function: Callable[..., Any], args: Any, n_envs: int, lanes: int) -> Any:
