@@ -45,8 +45,9 @@ def _on_one_device(function: Callable[..., Any], lanes: int | None, *args: Any) 
     n_envs = jax.tree.leaves(args)[0].shape[0]
     if jax.default_backend() != "cpu":
         return batched(*args)
-    lanes = min(lanes or LANES if has_open_loop(function, *one_of(args)) else n_envs, safe_lanes(function, args))
-    return batched(*args) if n_envs <= lanes else in_chunks(batched, args, n_envs, lanes)
+    wanted = lanes or LANES if has_open_loop(function, *one_of(args)) else n_envs
+    width = min(wanted, safe_lanes(function, args))
+    return batched(*args) if n_envs <= width else in_chunks(batched, args, n_envs, width)
 
 
 def safe_lanes(function: Callable[..., Any], args: Any) -> int:
