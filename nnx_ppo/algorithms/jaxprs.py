@@ -36,7 +36,15 @@ def largest_matrix(function: Callable[..., Any], *args: Any) -> int:
     return max(sizes, default=0)
 
 
-LINEAR_ALGEBRA = {"cholesky", "eig", "eigh", "hessenberg", "lu", "qr", "schur", "svd"} | {
+LINEAR_ALGEBRA = {
+    "cholesky",
+    "eig",
+    "eigh",
+    "hessenberg",
+    "lu",
+    "qr",
+    "schur",
+    "svd",
     "triangular_solve",
     "tridiagonal",
     "tridiagonal_solve",

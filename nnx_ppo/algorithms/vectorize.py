@@ -45,8 +45,10 @@ def _on_one_device(function: Callable[..., Any], lanes: int | None, *args: Any) 
     n_envs = jax.tree.leaves(args)[0].shape[0]
     if jax.default_backend() != "cpu":
         return batched(*args)
-    wanted = lanes or LANES if has_open_loop(function, *one_of(args)) else n_envs
-    width = min(wanted, safe_lanes(function, args))
+    width = lanes or LANES
+    if n_envs > width and not has_open_loop(function, *one_of(args)):
+        width = n_envs
+    width = min(width, safe_lanes(function, args))
     return batched(*args) if n_envs <= width else in_chunks(batched, args, n_envs, width)
 
 
@@ -55,7 +57,7 @@ def safe_lanes(function: Callable[..., Any], args: Any) -> int:
 
     jaxlib 0.10.0 to 0.11.0 hands parts of a large batch of factorizations to the threads of XLA's pool, and waits for
     them in such a thread. When several devices do so at once all threads wait, for ever. Small batches are done in
-    place: measured, of matrices with 2 to 60 rows, all of those that this allows.
+    place: measured, of Cholesky's with 2 to 60 rows, all of those that this allows.
     """
     if not (0, 10) <= jaxlib.version.__version_info__ < (0, 11, 1):
         return sys.maxsize
