@@ -32,6 +32,7 @@ import tasks
 from envs.base import MjxEnv
 from envs.physics import Data
 from nnx_ppo.algorithms import ppo, rollout
+from nnx_ppo.algorithms.compilation import compile_program
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.devices import split_cpu, use_devices
 from nnx_ppo.algorithms.loop import train_and_pack
@@ -181,13 +182,15 @@ def seconds_of_parts(env: Any, networks: Any, config: TrainConfig, options: argp
     settings = config.ppo
     state = ppo.initial_training_state(env, networks, config)
     step = jax.jit(functools.partial(train_and_pack, functools.partial(ppo.ppo_step, env, settings)))
+    step = compile_program(step, state)
     for _ in range(options.warm_up):
         state, _ = step(state)
-    unroll = jax.jit(functools.partial(rollout.unroll, env, settings))
+    unroll = compile_program(jax.jit(functools.partial(rollout.unroll, env, settings)), state)
     after, transitions = unroll(state)
-    estimate = jax.jit(functools.partial(ppo.estimate_advantages, settings))
+    estimate = compile_program(jax.jit(functools.partial(ppo.estimate_advantages, settings)), after, transitions)
     advantages, targets = estimate(after, transitions)
-    update = jax.jit(functools.partial(ppo.update, settings))
+    batch = (after, state.network_states, transitions, advantages, targets)
+    update = compile_program(jax.jit(functools.partial(ppo.update, settings)), *batch)
     actions = transitions.network_output.actions
 
     def environments(env_states: Any, actions: Any) -> Any:
@@ -205,10 +208,12 @@ def seconds_of_parts(env: Any, networks: Any, config: TrainConfig, options: argp
     physics = physics_alone(env, state.env_states, actions)
     parts: dict[str, Callable[[], Any]] = {
         "rollout": lambda: unroll(state),
-        "  environments": functools.partial(jax.jit(environments), state.env_states, actions),
+        "  environments": functools.partial(
+            compile_program(jax.jit(environments), state.env_states, actions), state.env_states, actions
+        ),
         **({"    physics": physics} if physics else {}),
         "advantages": lambda: estimate(after, transitions),
-        "updates": lambda: update(after, state.network_states, transitions, advantages, targets),
+        "updates": lambda: update(*batch),
         "iteration": lambda: step(state),
     }
     seconds = side_by_side(parts, options.rounds)
@@ -226,7 +231,10 @@ def physics_alone(env: Any, env_states: Any, actions: jax.Array) -> Callable[[],
     def one_step(data: Any, ctrl: jax.Array) -> Any:
         return vectorize(lambda data, ctrl: physics.step(data, ctrl, substeps), data, ctrl), None
 
-    return functools.partial(jax.jit(lambda *args: jax.lax.scan(one_step, *args)), env_states.data, actions)
+    arguments = (env_states.data, actions)
+    return functools.partial(
+        compile_program(jax.jit(lambda *args: jax.lax.scan(one_step, *args)), *arguments), *arguments
+    )
 
 
 def seconds_of_loop(env: Any, networks: Any, config: TrainConfig, rounds: int) -> float:

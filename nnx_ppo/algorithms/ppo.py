@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from nnx_ppo.algorithms import rollout
 from nnx_ppo.algorithms.checkpointing import SavedLeaves, place
-from nnx_ppo.algorithms.compilation import begin_to_compile
+from nnx_ppo.algorithms.compilation import on_a_thread
 from nnx_ppo.algorithms.config import LoggingLevel, PPOConfig, TrainConfig
 from nnx_ppo.algorithms.devices import (
     ENVS,
@@ -42,10 +41,13 @@ from nnx_ppo.algorithms.loop import Programs, run_training
 from nnx_ppo.algorithms.metrics import depends_on_input, grad_norms, iteration_metrics, metrics_of_level
 from nnx_ppo.algorithms.optimizer import (
     adapt_learning_rate,
+    as_matrix,
     make_optimizer,
     new_optimizer_state,
     schedule_learning_rate,
     scheduled_share,
+    state_as_matrices,
+    state_as_vectors,
 )
 from nnx_ppo.algorithms.returns import gae
 from nnx_ppo.algorithms.tree_paths import flatten
@@ -123,7 +125,7 @@ def train_ppo(
     with use_devices(devices, config.ppo):
         if initial_state is None:
             program, inputs = lower_initial_state(env, networks, config)
-            compiled = begin_to_compile(program, quick=True)
+            compiled = on_a_thread(functional.compile_quickly, program)
             state, first_state = place_state(program.out_info), lambda: compiled.result()(*inputs)
         else:
             state, first_state = place_state(with_env_states(env, initial_state, config.ppo)), None
@@ -293,8 +295,7 @@ def update(
     permutations = jnp.argsort(jax.random.bits(key, (config.n_epochs, config.n_envs)), axis=1)
     rows = permutations.reshape(config.n_epochs * config.n_minibatches, -1)
 
-    # All parameters as one vector: an update is a few large operations instead of several for every array.
-    start, unravel = ravel_pytree(state.params)
+    start, unravel = as_matrix(state.params)
 
     def gradient_of(minibatch: Minibatch, params: jax.Array, variables: nnx.State) -> tuple[Any, nnx.State]:
         loss = lambda params: ppo_loss(config, unravel(params), state.graphdef, variables, minibatch)
@@ -346,8 +347,9 @@ def update(
         batch,
     )
     optimizer_state = schedule_learning_rate(config, state.optimizer, state.iteration)
-    carry = (start, optimizer_state, state.variables, state.skipped_updates, state.nonfinite_source)
+    carry = (start, state_as_matrices(optimizer_state), state.variables, state.skipped_updates, state.nonfinite_source)
     (params, optimizer_state, variables, skipped, source), (metrics, kls) = jax.lax.scan(one_update, carry, rows)
+    optimizer_state = state_as_vectors(optimizer_state, state.params)
     optimizer_state = adapt_learning_rate(config, optimizer_state, jnp.mean(kls[-config.n_minibatches :]))
     state = state.replace(
         params=unravel(params),
