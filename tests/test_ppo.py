@@ -24,7 +24,16 @@ from scipy import stats
 from nnx_ppo.algorithms import loop, ppo, rollout
 from nnx_ppo.algorithms.config import EvalConfig, LoggingLevel, PPOConfig, TrainConfig, VideoConfig
 from nnx_ppo.algorithms.loop import NonFiniteError
-from nnx_ppo.algorithms.optimizer import learning_rate, make_optimizer, schedule_learning_rate
+from nnx_ppo.algorithms.optimizer import (
+    WIDTH,
+    as_matrix,
+    learning_rate,
+    make_optimizer,
+    new_optimizer_state,
+    schedule_learning_rate,
+    state_as_matrices,
+    state_as_vectors,
+)
 from nnx_ppo.algorithms.ppo import train_ppo
 from nnx_ppo.networks import functional
 from nnx_ppo.networks.factories import make_mlp_actor_critic
@@ -266,6 +275,39 @@ def test_the_optimizer_is_adam_after_clipping_by_the_global_norm(decay, clipping
         step = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + (decay or 0) * params
         params = params - 0.01 * step
         np.testing.assert_allclose(given, params, rtol=1e-4)
+
+
+@pytest.mark.parametrize("decay", [None, 0.1])
+def test_an_update_of_all_parameters_as_a_matrix_is_the_one_of_the_vector(decay):
+    config = PPOConfig(learning_rate=0.01, gradient_clipping=1.0, weight_decay=decay)
+    optimizer, rng = make_optimizer(config), np.random.default_rng(0)
+    random = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    params, gradients = ({"w": random(30, 40), "b": random(7), "scale": random()} for _ in range(2))
+    vector, gradient = ravel_pytree(params)[0], ravel_pytree(gradients)[0]
+    state = new_optimizer_state(config, params)
+    changes, after = optimizer.update(gradient, state, vector)
+
+    matrix, unravel = as_matrix(params)
+    assert matrix.shape == (-(-1208 // WIDTH), WIDTH)
+    folded, folded_after = optimizer.update(as_matrix(gradients)[0], state_as_matrices(state), matrix)
+    # The squares that the norm is made of are added up in another order.
+    assert_tree_close(unravel(matrix + folded), ravel_pytree(params)[1](vector + changes))
+    assert_tree_close(state_as_vectors(folded_after, params), after)
+    assert not np.any((matrix + folded).reshape(-1)[1208:]), "what it is filled up with has to stay zero"
+
+
+def assert_tree_close(given, expected):
+    assert jax.tree.structure(given) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), given, expected)
+
+
+@pytest.mark.parametrize("size", [1, WIDTH - 1, WIDTH, WIDTH + 1])
+def test_parameters_of_any_number_become_a_matrix_and_come_back(size):
+    params = {"a": jnp.arange(size, dtype=jnp.float32), "b": jnp.asarray(-1.0)}
+    matrix, unravel = as_matrix(params)
+    jax.tree.map(np.testing.assert_array_equal, unravel(matrix), params)
+    state = new_optimizer_state(PPOConfig(), params)
+    jax.tree.map(np.testing.assert_array_equal, state_as_vectors(state_as_matrices(state), params), state)
 
 
 LIMITED = EpisodeWrapper(Drift(), 7)
