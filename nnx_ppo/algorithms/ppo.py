@@ -163,8 +163,8 @@ def default_devices(env: RLEnv, networks: StatefulModule, config: PPOConfig) -> 
     graphdef, params, variables = functional.split(networks)
 
     def first_step(params: nnx.State, variables: nnx.State) -> Any:
-        env_states = rollout.reset(env, run_key(0), len(cores))
-        carry = functional.merge(graphdef, params, variables).initialize_state(len(cores))
+        env_states = rollout.reset(env, run_key(0), config.n_envs)
+        carry = functional.merge(graphdef, params, variables).initialize_state(config.n_envs)
         out, _ = functional.apply(graphdef, params, variables, carry, env_states.obs)
         return rollout.step(env, env_states, out.output.actions)
 

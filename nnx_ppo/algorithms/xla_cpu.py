@@ -20,8 +20,8 @@ def fuse_small_loops() -> None:
     """Let XLA compile a small loop as one function; without effect once JAX has computed something.
 
     Otherwise every operation of every pass is a task that is scheduled on its own, which in the line search of MJX's
-    solver takes longer than the operation: Brax's hopper, 64 environments on each of two cores, 12,000 instead of 9,400
-    steps/s. JAX 0.12 does so by itself; for earlier ones it can be said in the environment's variable only.
+    solver takes about as long as the operation: iterations of Brax's hopper took a tenth longer, 256 environments on
+    two cores with JAX 0.10.2. JAX 0.12 does so by itself; to earlier ones it can be said in this variable only.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_backend_extra_options" in flags:
@@ -48,17 +48,15 @@ fuse_small_loops()
 
 
 def products_option(jaxpr: Any) -> dict[str, str] | None:
-    """Which library multiplies a program's matrices; an option for `lowered.compile`.
+    """Which library multiplies a program's matrices: an option for `lowered.compile`, None for XLA's own choice.
 
-    By default YNNPACK does, and it takes sums too. On an AMD EPYC with JAX 0.10.2:
-
-    - A network's large products are 6 to 10 % faster in Eigen: updates of two networks [256, 256] took 220 ms, not 236.
-    - Batches of small products, such as MJX's, are faster in YNNPACK: hopper's rollout took 817 ms, not 942.
-    - MJX's sums are slow in YNNPACK from 100 environments on: a step of 128 took 414 ms with it and 228 ms without.
+    XLA gives matrix products, and sums with them, to YNNPACK. Eigen is faster with a network's large ones: on an AMD
+    EPYC with JAX 0.10.2 updates of two networks [256, 256] took 220 ms instead of 236, rollouts 26 instead of 37. For
+    the batches of small products that MJX has YNNPACK is the faster one.
     """
     if jax.default_backend() != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return None
-    return {PRODUCTS: "" if has_large_products_only(jaxpr) else "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    return {PRODUCTS: ""} if has_large_products_only(jaxpr) else None
 
 
 def has_large_products_only(jaxpr: Any) -> bool:
