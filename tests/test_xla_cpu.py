@@ -128,12 +128,14 @@ def run_loop(size, first="", before="", flags=""):
     return fused == "True", flags
 
 
+@x86
 def test_a_loop_with_a_chunk_of_environments_becomes_one_function():
     fused, flags = run_loop(size=64 * 40)
     assert fused
     assert flags.endswith(f"small_while_loop_byte_threshold={SMALL_LOOP}")
 
 
+@x86
 def test_what_the_user_tells_xla_stays():
     flags = "--xla_cpu_multi_thread_eigen=true --xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
     assert run_loop(size=64, flags=flags)[1] == flags
@@ -144,3 +146,7 @@ def test_what_the_user_tells_xla_stays():
 
 def test_xla_is_told_nothing_once_it_has_read_its_flags():
     assert run_loop(size=64, before="jnp.ones(3).block_until_ready()")[1] == ""
+
+
+def test_xla_is_told_nothing_about_loops_on_machines_that_nobody_measured():
+    assert run_loop(size=64, first="import platform; platform.machine = lambda: 'arm64'")[1] == ""

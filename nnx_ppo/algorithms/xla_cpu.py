@@ -16,15 +16,21 @@ PRODUCTS = "xla_cpu_experimental_ynn_fusion_type"
 """XLA's option for what it leaves to the library YNNPACK. The rest goes to Eigen or into XLA's own code."""
 
 
+def is_x86() -> bool:
+    """Whether this is the kind of CPU that these choices were measured on; others keep XLA's."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
 def fuse_small_loops() -> None:
     """Let XLA compile a small loop as one function; without effect once JAX has computed something.
 
     Otherwise every operation of every pass is a task that is scheduled on its own, which in the line search of MJX's
     solver takes about as long as the operation: iterations of Brax's hopper took a tenth longer, 256 environments on
     two cores with JAX 0.10.2. JAX 0.12 does so by itself; to earlier ones it can be said in this variable only.
+    Earlier ones also multiply slowly in such a function, unless YNNPACK does it.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_backend_extra_options" in flags:
+    if not is_x86() or "xla_backend_extra_options" in flags:
         return
     if has_computed():
         # XLA has read its flags; to change them now would only mislead the cache of programs.
@@ -54,7 +60,7 @@ def products_option(jaxpr: Any) -> dict[str, str] | None:
     EPYC with JAX 0.10.2 updates of two networks [256, 256] took 220 ms instead of 236, rollouts 26 instead of 37. For
     the batches of small products that MJX has YNNPACK is the faster one.
     """
-    if jax.default_backend() != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+    if jax.default_backend() != "cpu" or not is_x86():
         return None
     return {PRODUCTS: ""} if has_large_products_only(jaxpr) else None
 
