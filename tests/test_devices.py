@@ -438,9 +438,10 @@ def test_an_environment_may_say_how_many_of_it_a_cpu_steps_together(monkeypatch)
     np.testing.assert_allclose(records[0]["losses/total"], records[3]["losses/total"], rtol=1e-4)
 
 
-def test_an_environment_is_traced_as_often_with_chunks_as_without(monkeypatch):
-    env, chunked = Counter(4), Rooted(4)
+@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("probe", [Counter, Rooted])
+def test_an_environment_is_traced_once_for_a_run_with_chunks_and_without(probe, n_devices):
+    env = probe(4)
     config = TrainConfig(ppo=PPO, eval=EvalConfig(enabled=False), checkpoint_every_steps=0)
-    for each in (env, chunked):
-        train_ppo(EpisodeWrapper(each, 3), mlp(each), config)
-    assert (chunked.reset_traces, chunked.step_traces) == (env.reset_traces, env.step_traces)
+    train_ppo(EpisodeWrapper(env, 3), mlp(env), config, devices=jax.devices()[:n_devices])
+    assert (env.reset_traces, env.step_traces) == (1, 1)

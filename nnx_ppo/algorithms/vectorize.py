@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxlib.version
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_ppo.algorithms.devices import on_each_device
 from nnx_ppo.algorithms.jaxprs import has_open_loop, largest_matrix
@@ -96,9 +97,13 @@ def in_chunks(function: Callable[..., Any], args: Any, n_envs: int, lanes: int) 
 
 
 def one_of(batch: Any) -> Any:
-    """The shapes of one environment's part of a batch."""
+    """The shapes of one environment's part of a batch, such that `jax.vmap` meets the trace of a function of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # JAX knows a trace again by its types, and to these belongs the mesh that they are used in.
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
 
     def row(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=getattr(getattr(x, "aval", x), "weak_type", False))
+        weak_type = getattr(getattr(x, "aval", x), "weak_type", False)
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=weak_type, sharding=sharding)
 
     return jax.tree.map(row, batch)
